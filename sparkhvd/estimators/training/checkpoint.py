@@ -141,9 +141,8 @@ def save(fence: Fence, checkpoint: Checkpoint, keep: int = 1, other_epochs: Coll
     for other in [*_checkpoints(existing), *final_paths]:
         position = layout.checkpoint_position(other)
         is_kept = other in ours and position is not None and position[1] == float("inf") and position[0] in kept
-        is_kept = (
-            is_kept and position != own_position
-        )  # an earlier rank 0 may have saved the same position before it was lost
+        # An earlier rank 0 may have saved the same position before it was lost.
+        is_kept = is_kept and position != own_position
         if other != path and not is_kept and layout.token_of(other) <= fence.token:
             store.delete(other)
     return path
@@ -203,7 +202,7 @@ def latest(store: Store, run_id: str) -> str | None:
     paths = _paths(store, run_id)
     if ends := [path for path in paths if layout.is_ended_path(path)]:
         return ends[-1]
-    return max(_checkpoints(paths), key=layout.checkpoint_position, default=None)  # type: ignore[arg-type]  # never None own_position
+    return max(_checkpoints(paths), key=layout.checkpoint_position, default=None)  # type: ignore[arg-type]  # never None here
 
 
 def load(store: Store, path: str) -> Checkpoint:

@@ -80,7 +80,7 @@ class Commits(State):
         outcome = objects.broadcast_object(communicator, outcome, name="commit")
         if isinstance(outcome, ParamError):
             raise outcome
-        self.checkpoint, self._interval = outcome  # type: ignore[misc]  # rank 0 has outcome one
+        self.checkpoint, self._interval = outcome  # type: ignore[misc]  # rank 0 has made one
         self.commit()
         self._since, self._steps = time.monotonic(), 0
         self._cost = self._since - started
