@@ -120,7 +120,7 @@ class CanonicalForm:
             return reference
         if isinstance(value, np.generic | np.ndarray) or is_tensor(value):
             return self._array_form(value)
-        if isinstance(value, _REPEATED):  # Python shares equal ones, but not in every process
+        if type(value) in _REPEATED:  # Python shares equal ones, but not in every process
             return self._described(value)
         if id(value) in self._seen:
             return ["seen", self._seen[id(value)]]
@@ -160,7 +160,7 @@ class CanonicalForm:
 
     def _set_form(self, value: set[object]) -> object:
         # Each item gets a form of its own, because the iteration order of a set differs between processes.
-        items = sorted(json.dumps(self._copy().of(item)) for item in value)
+        items = sorted(json.dumps(item if _is_constant(item) else self._copy().of(item)) for item in value)
         return ["set", items, *self._class_forms(value)]
 
     def _copy(self) -> CanonicalForm:
@@ -174,8 +174,11 @@ class CanonicalForm:
 
     def _sequence_form(self, value: Sequence[object]) -> object:
         items = [self.of(item) for item in value]
-        options = {name: own for name in ("maxlen", "typecode") if (own := getattr(value, name, None)) is not None}
-        return [*items, *([options] if options else []), *self._class_forms(value)]
+        if isinstance(value, deque) and value.maxlen is not None:
+            items.append({"maxlen": value.maxlen})
+        if isinstance(value, array):
+            items.append({"typecode": value.typecode})
+        return [*items, *self._class_forms(value)]
 
     def _class_forms(self, value: object) -> list[object]:
         """Return the class of a value unless it is a usual one; of the user's classes also code and attributes."""
@@ -345,6 +348,11 @@ def names_of_installed_bases(kind: type) -> frozenset[str]:
 
 def _is_name(value: object) -> bool:
     return isinstance(value, str)
+
+
+def _is_constant(value: object) -> bool:
+    """Return whether a value is its own form, so that no earlier object matters."""
+    return value is None or type(value) in _SCALARS
 
 
 def _attributes(value: object) -> dict[str, object]:

@@ -4,6 +4,7 @@ import array
 import collections
 import functools
 import importlib
+import json
 import os
 import random
 import subprocess
@@ -24,6 +25,7 @@ from torchmetrics import MeanAbsoluteError, MeanSquaredError
 
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.params.policies import Checkpoints
+from sparkhvd.estimators.runs import canonical
 from sparkhvd.estimators.runs.canonical import canonical_form
 from sparkhvd.estimators.torch.schedule import LRSchedule
 
@@ -279,6 +281,11 @@ def masked(mask):
 
 def with_mark(module):
     module.weight.no_decay = True
+    return module
+
+
+def with_compilers_mark(module):
+    module.weight._dynamo_static_input_type = "unguarded"  # as torch.compile does
     return module
 
 
@@ -559,6 +566,7 @@ def adapted(values, **arguments):
 SAME = {
     "used pandas objects": (lambda: pd.Series([1.0, 2.0], ["a", "b"]), lambda series: series["a"]),
     "used pandas frames": (lambda: pd.DataFrame({"a": [1.0]}, ["x"]), lambda frame: (frame["a"], frame.loc["x"])),
+    "compiled weights": (lambda: torch.nn.Linear(2, 3), with_compilers_mark),
     "used caches": (lambda: functools.lru_cache(closure(1)), lambda cached: cached(2, 1)),
     "used dispatchers": (lambda: functools.singledispatch(lambda value: value), lambda dispatch: dispatch(1)),
 }
@@ -594,6 +602,51 @@ def test_a_number_of_a_users_class_may_refer_to_itself():
     rate = Rate(1.0)
     rate.base = rate
     assert canonical_form([rate, Rate(1.0)]) != canonical_form([rate, Rate(2.0)])
+
+
+def test_a_tuple_of_a_users_class_may_refer_to_itself():
+    class Pair(tuple):
+        pass
+
+    def made(number):
+        pair = Pair((1, number))
+        pair.base = pair
+        return canonical_form([pair])
+
+    assert made(1) == made(1)
+    assert made(1) != made(2)
+
+
+class Bounded(collections.abc.Sequence):
+    """A sequence with a method that has the name of an attribute of queues."""
+
+    def __init__(self, items):
+        self.items = items
+
+    def __len__(self):
+        return len(self.items)
+
+    def __getitem__(self, index):
+        return self.items[index]
+
+    def maxlen(self):
+        return len(self.items)
+
+
+def test_a_method_of_a_sequence_is_not_mistaken_for_an_attribute_of_queues():
+    def digest(*items):
+        return json.dumps(canonical_form(Bounded(items)))
+
+    assert digest(1) == digest(1)
+    assert digest(1) != digest(2)
+
+
+def test_a_large_set_needs_no_copy_per_word(monkeypatch):
+    words = {f"word {index}" for index in range(100)}
+    expected = canonical_form(words)
+    monkeypatch.setattr(canonical.CanonicalForm, "_copy", lambda _: pytest.fail("copied"))
+    assert canonical_form(words) == expected
+    assert canonical_form(words) != canonical_form(words - {"word 1"})
 
 
 def test_a_set_may_contain_an_object_that_refers_to_it():
