@@ -24,8 +24,9 @@ def to_values(array: pa.Array) -> npt.NDArray[np.generic]:
     if not len(array):
         return np.empty(0, dtype)
     if dtype == np.bool_:
-        bits = np.frombuffer(memory, np.uint8)
-        return np.unpackbits(bits, count=array.offset + len(array), bitorder="little")[array.offset :].view(np.bool_)
+        first_byte, first_bit = divmod(array.offset, 8)  # a slice costs no time for the rows before it
+        bits = np.frombuffer(memory, np.uint8, offset=first_byte)
+        return np.unpackbits(bits, count=first_bit + len(array), bitorder="little")[first_bit:].view(np.bool_)
     values = np.frombuffer(memory, dtype, len(array), array.offset * dtype.itemsize)
     values.flags.writeable = False  # other arrays may share the memory
     return values
