@@ -372,8 +372,11 @@ def _processes() -> dict[tuple[int, str], str]:
         if pid in _foreign_processes:
             continue
         stat = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
-        if stat and stat[1] != str(os.getpid()) and not _has_our_mark(pid):
-            _foreign_processes.add(pid)
+        is_child = stat[1:2] == [str(os.getpid())]
+        environment = "" if is_child else _environment(pid)
+        if stat and not is_child and not _has_our_mark(environment):
+            if environment:  # it is empty while a program starts, which may have the mark a moment later
+                _foreign_processes.add(pid)
         elif stat:
             command = _read(f"/proc/{pid}/cmdline").replace("\0", " ").strip()
             template = _read(f"/proc/{pid}/comm").strip() == TEMPLATE_NAME  # lasts as long as Spark's Python worker
@@ -386,14 +389,18 @@ def _other_processes() -> list[str]:
     return [entry.name for entry in Path("/proc").iterdir() if entry.name.isdigit() and entry.name != str(os.getpid())]
 
 
-def _has_our_mark(pid: str) -> bool:
-    return f"{_MARK}={os.environ[_MARK]}" in _read(f"/proc/{pid}/environ")
+def _environment(pid: str) -> str:
+    return _read(f"/proc/{pid}/environ")
+
+
+def _has_our_mark(environment: str) -> bool:
+    return f"{_MARK}={os.environ[_MARK]}" in environment
 
 
 def _without_foreign_segments(names: frozenset[str]) -> frozenset[str]:
     """Return the segments that no foreign process maps: other tests may run on this machine."""
     for pid in _other_processes() if names else ():
-        if not _has_our_mark(pid):
+        if not _has_our_mark(_environment(pid)):
             mapped = _read(f"/proc/{pid}/maps")
             names -= {name for name in names if f"/dev/shm/{name}" in mapped}
     return names
