@@ -79,15 +79,16 @@ def stack_over_ranks(tensor: torch.Tensor, group: object = None, *, sync_grads: 
 def gather_over_ranks(tensor: torch.Tensor, group: object = None) -> list[torch.Tensor]:
     """Return the tensors of all ranks, of any shapes, in rank order.
 
-    An empty tensor gets the type of those with elements: a metric without rows does not know its type.
+    An empty tensor gets the type of the tensors with elements, or else rank 0's: a metric without rows does not know
+    its type.
     """
     process_set = process_set_of(group)
     form = tuple(tensor.shape), tensor.dtype
     forms = hvd.allgather_object(form, name="forms of a metric's state", process_set=process_set)
     shapes = [shape for shape, _ in forms]
     sizes = [int(torch.Size(shape).numel()) for shape in shapes]
-    dtypes = [dtype for size, (_, dtype) in zip(sizes, forms, strict=True) if size]
-    if dtypes and not tensor.numel():
+    dtypes = [dtype for size, (_, dtype) in zip(sizes, forms, strict=True) if size] or [forms[0][1]]
+    if not tensor.numel():
         tensor = tensor.to(dtypes[0])
     together = hvd.allgather(tensor.detach().reshape(-1), process_set=process_set)
     return [part.reshape(shape) for part, shape in zip(torch.split(together, sizes), shapes, strict=True)]

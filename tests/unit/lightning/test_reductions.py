@@ -46,3 +46,8 @@ def test_an_empty_tensor_gets_the_type_of_the_other_ranks(group, empty):
     assert group.run(gathered, [empty, numbers]) == [expected] * 2
     assert group.run(gathered, [numbers, empty]) == [expected[::-1]] * 2
     assert group.run(gathered, [empty, empty]) == [[(str(empty.dtype), empty.tolist())] * 2] * 2
+
+
+def test_empty_tensors_of_different_types_get_the_type_of_the_first(group):
+    parts = [torch.zeros(0, dtype=torch.int64), torch.zeros(0)]
+    assert group.run(gathered, parts) == [[("torch.int64", [])] * 2] * 2
