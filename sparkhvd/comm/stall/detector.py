@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 _POLL_SECONDS = 0.5
 _ANSWER_SECONDS = 3.0
 _STORE_SECONDS = 10.0
-# The time before the collective timeout at which the straggler is published for the job's supervisors.
+# The longest time before the collective timeout at which the straggler is published for the job's supervisors.
 _PUBLISH_EARLIER_SECONDS = 1.5
 
 
@@ -92,6 +92,7 @@ class StallDetector:
         end = min(self._timeout, self._shutdown_after or self._timeout)
         self._patience = min(context.config.stall_check_seconds, end / 4)
         self._watched = _Watched()
+        self._publish_after = self._timeout - min(_PUBLISH_EARLIER_SECONDS, self._timeout / 4)
         self._next_report = self._patience
         self._operations, self._changed = 0, time.monotonic()
         self._stopping = threading.Event()
@@ -148,7 +149,7 @@ class StallDetector:
             self._next_report = self._patience
         elif 0 < self._shutdown_after <= oldest:
             self._end_job()
-        elif oldest >= self._timeout - _PUBLISH_EARLIER_SECONDS:
+        elif oldest >= self._publish_after:
             self._publish_straggler(f"SPARKHVD_COLLECTIVE_TIMEOUT={self._timeout:g}")
         elif oldest >= self._next_report:
             # The first rank sets the key; the others find it set.
