@@ -202,6 +202,11 @@ def session_settings(spark: SparkSession) -> dict[str, str]:
     return {row["key"]: row["value"] for row in spark.sql("SET").collect()}
 
 
+def is_case_sensitive(spark: SparkSession) -> bool:
+    """Return whether upper and lower case count in the names of columns."""
+    return str(spark.conf.get("spark.sql.caseSensitive", "false")).lower() == "true"
+
+
 def rows_of_plan(jvm: Any, jsession: Any, plan: Any) -> Any:
     """Return the JVM's DataFrame of an analyzed plan in a JVM session."""
     sql = jvm.org.apache.spark.sql

@@ -394,3 +394,38 @@ def test_tables_with_other_types_predict_like_transform(spark, tmp_path):
         rows = spark.range(3).selectExpr("id", *columns)
         wanted = [row.prediction.toArray().tolist() for row in model.transform(rows).orderBy("id").collect()]
         assert [row.tolist() for row in opened.predict(rows.orderBy("id").toPandas())["prediction"]] == wanted
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_fit_and_transform_find_columns_in_any_case_like_spark(spark, tmp_path, stored):
+    rows = spark.range(12).selectExpr(
+        "id / 8.0D AS x", "named_struct('a', id / 4.0D) AS s", "id * 1.0D AS y", "id = 3 AS held"
+    )
+    torch.manual_seed(1)
+    network = torch.nn.Linear(2, 1)
+    estimator = TorchEstimator(
+        model=network,
+        optimizer=torch.optim.SGD(network.parameters(), 0.01),
+        loss=torch.nn.functional.mse_loss,
+        feature_cols=["X", "S"],
+        label_cols=["Y"],
+        validation="HELD",
+        num_proc=1,
+        epochs=1,
+        batch_size=4,
+        verbose=0,
+        store=Store.create(str(tmp_path)) if stored else None,
+    )
+    trained = estimator.fit(rows)
+    assert "Y__output" in trained.transform(rows).columns
+    expected = [row["Y__output"] for row in trained.transform(rows).collect()]
+    renamed = rows.selectExpr("x AS X", "s AS S", "y")
+    assert [row["Y__output"] for row in trained.transform(renamed).collect()] == expected
+    spark.conf.set("spark.sql.caseSensitive", "true")
+    try:
+        with pytest.raises(SchemaError, match="There is no column 'X'"):
+            trained.transform(rows)
+        with pytest.raises(SchemaError, match="There is no column 'HELD'"):
+            estimator.fit(rows)
+    finally:
+        spark.conf.unset("spark.sql.caseSensitive")

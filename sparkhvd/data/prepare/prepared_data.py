@@ -18,6 +18,7 @@ from sparkhvd._util.closable import Closable
 from sparkhvd._util.counts import counted
 from sparkhvd._util.file_lock import exclusive_on_machine
 from sparkhvd._util.short_tracebacks import brief_errors
+from sparkhvd.compat.spark import is_case_sensitive
 from sparkhvd.data.prepare.prepare import WriteOptions, prepare, refuse_streaming
 from sparkhvd.data.prepare.stats import too_few_rows
 from sparkhvd.data.prepare.store_check import check_store
@@ -166,6 +167,7 @@ def prepare_data(  # noqa: PLR0917  (Horovod's order)
         sparse_cols=sparse_cols,
         fill=fill,
         transformed=True,
+        case_sensitive=is_case_sensitive(df.sparkSession),
     )
     data = acquire(
         df,

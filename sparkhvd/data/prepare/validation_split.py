@@ -38,7 +38,7 @@ def by_column(df: DataFrame, name: str) -> Column:
 
     value = source(name)
     unknown = functions.when(value.isNull(), "null")
-    if df.schema[name].dataType.simpleString() == "boolean":
+    if df.select(value).schema[0].dataType.simpleString() == "boolean":
         return unknown.when(value, "validation").otherwise("train")
     return unknown.when(value == 1, "validation").when(value == 0, "train").otherwise("other")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
 from typing import TYPE_CHECKING
@@ -45,6 +45,7 @@ def select(
     sparse_cols: Sequence[str] = (),
     fill: Mapping[str, Fill] | None = None,
     transformed: bool = False,
+    case_sensitive: bool = False,
 ) -> Selection:
     """Check the columns of a DataFrame against the user's request.
 
@@ -60,23 +61,25 @@ def select(
             inner array or an element is NULL.
         transformed: whether a transformation function converts the columns first, so that they may also be strings,
             dates and the like.
+        case_sensitive: whether upper and lower case count in names (``spark.sql.caseSensitive``). Without it, a column
+            gets the name that the user wrote.
 
     Raises:
         SchemaError: a column is missing, appears twice, or has a type that cannot be used, the fraction is out of
             range, or a fill is not of the column's type. Raised before any Spark job.
     """
-    table = _Table(spark_schema)
+    table = _Table(spark_schema, case_sensitive=case_sensitive)
     labels = _names("label_cols", label_cols)
     others = [*labels, *([weight_col] if weight_col is not None else [])]
     held_out = _validation(table, validation)
     if feature_cols is None:
-        left_out = {*others, held_out}
-        features = [field.name for field in spark_schema.fields if field.name not in left_out]
+        left_out = {table.key(name) for name in (*others, held_out) if isinstance(name, str)}
+        features = [field.name for field in spark_schema.fields if table.key(field.name) not in left_out]
     else:
         features = _names("feature_cols", feature_cols)
     if not features:
         raise SchemaError(f"No feature column is selected; feature_cols is empty. {table.contents()}")
-    _refuse_duplicates([*features, *others, *([held_out] if isinstance(held_out, str) else [])])
+    _refuse_duplicates([*features, *others, *([held_out] if isinstance(held_out, str) else [])], table.key)
     columns = [
         *(column for name in features for column in table.columns(name, "feature")),
         *(column for name in labels for column in table.columns(name, "label")),
@@ -111,28 +114,34 @@ def no_such_column(name: str, use: str, names: Sequence[str], there_are: str) ->
     return SchemaError(f"There is no column {name!r} (requested as {use}).{hint} {there_are} {shown}{more}.")
 
 
-def columns_by_name(spark_schema: StructType, names: Sequence[str], role: Role) -> list[list[ColumnSpec]]:
-    """Return, for each name, the column itself, or one column per field of a struct.
+def columns_by_name(
+    spark_schema: StructType, names: Sequence[str], role: Role, *, case_sensitive: bool = False
+) -> list[list[ColumnSpec]]:
+    """Return, for each name, the column itself, or one column per field of a struct; see ``select``.
 
     Raises:
         SchemaError: see ``select``.
     """
-    table = _Table(spark_schema)
+    table = _Table(spark_schema, case_sensitive=case_sensitive)
     return [table.columns(name, role) for name in names]
 
 
-def with_fields(spark_schema: StructType, names: Sequence[str]) -> tuple[str, ...]:
+def with_fields(spark_schema: StructType, names: Sequence[str], *, case_sensitive: bool = False) -> tuple[str, ...]:
     """Return the names, with every struct replaced by its fields (``struct.field``); unknown names stay.
 
     Raises:
         SchemaError: a field cannot be used.
     """
-    types = {field.name: field.dataType for field in spark_schema.fields}
+    fields = _Fields(spark_schema, _key(case_sensitive=case_sensitive))
     selected: list[str] = []
     for name in names:
-        path_and_type = ((name,), types[name]) if name in types else _field(types, name)
+        path_and_type = fields.find(name)
         is_struct = path_and_type is not None and path_and_type[1].typeName() == "struct"
-        selected += [".".join(leaf.path) for leaf in leaves(*path_and_type)] if path_and_type and is_struct else [name]
+        selected += (
+            [_as_requested(".".join(leaf.path), name) for leaf in leaves(*path_and_type)]
+            if path_and_type and is_struct
+            else [name]
+        )
     return tuple(selected)
 
 
@@ -226,8 +235,10 @@ def _names(parameter: str, names: Sequence[str]) -> list[str]:
     return list(names)
 
 
-def _refuse_duplicates(names: list[str]) -> None:
-    repeated = sorted(name for name, count in Counter(names).items() if count > 1)
+def _refuse_duplicates(names: list[str], key: Callable[[str], str] = str) -> None:
+    keys = [key(name) if isinstance(name, str) else name for name in names]  # find() refuses other types
+    counts = Counter(keys)
+    repeated = sorted(name for name, own in zip(names, keys, strict=True) if counts[own] > 1)
     if repeated:
         raise SchemaError(
             f"Column {repeated[0]!r} is selected more than once among features, labels, weight and validation. "
@@ -235,12 +246,55 @@ def _refuse_duplicates(names: list[str]) -> None:
         )
 
 
+def _key(*, case_sensitive: bool) -> Callable[[str], str]:
+    """Return the function whose results are equal for names that are the same to Spark."""
+    return str if case_sensitive else str.lower
+
+
+def _as_requested(actual: str, requested: str) -> str:
+    """Return the name of a column, or of a field of it, in the user's spelling."""
+    return requested + actual[len(requested) :]
+
+
+class _Fields:
+    """The columns of a DataFrame, or the fields of a struct, by name.
+
+    Args:
+        struct: the columns or fields.
+        key: the same for names that are the same to Spark; an equal name comes first.
+    """
+
+    def __init__(self, struct: StructType, key: Callable[[str], str]) -> None:
+        self.types = {field.name: field.dataType for field in struct.fields}
+        self._key = key
+        counts = Counter(map(key, self.types))
+        self._names = {key(name): name for name in self.types if counts[key(name)] == 1}
+
+    def name_of(self, name: str) -> str | None:
+        """Return the actual name; None if there is none, or several that differ in case only."""
+        return name if name in self.types else self._names.get(self._key(name))
+
+    def find(self, name: str) -> tuple[tuple[str, ...], DataType] | None:
+        """Return the path and the type of a field, or of ``struct.field``; both names may contain dots."""
+        own = self.name_of(name)
+        if own is not None:
+            return (own,), self.types[own]
+        for dot in (dot for dot, letter in enumerate(name) if letter == "."):
+            top = self.name_of(name[:dot])
+            if top is not None and self.types[top].typeName() == "struct":
+                inside = _Fields(self.types[top], self._key).find(name[dot + 1 :])  # type: ignore[arg-type]
+                if inside is not None:
+                    return (top, *inside[0]), inside[1]
+        return None
+
+
 class _Table:
     """The columns of a DataFrame by name, with look-ups in constant time."""
 
-    def __init__(self, spark_schema: StructType) -> None:
+    def __init__(self, spark_schema: StructType, *, case_sensitive: bool) -> None:
+        self.key = _key(case_sensitive=case_sensitive)
         self._names = spark_schema.names
-        self._types = {field.name: field.dataType for field in spark_schema.fields}
+        self._fields = _Fields(spark_schema, self.key)
         self._spellings = Counter(name.lower() for name in self._names)
 
     def contents(self) -> str:
@@ -253,16 +307,16 @@ class _Table:
         """Return the path and the type of a column, or of a field as ``struct.field``."""
         if not isinstance(name, str):
             raise SchemaError(f"The {use} column {name!r} is not a string; pass the name of the column.")
-        path_and_type = ((name,), self._types[name]) if name in self._types else _field(self._types, name)
-        if path_and_type is None:
-            raise no_such_column(name, use, self._names, "The DataFrame has")
-        top = path_and_type[0][0]
+        path_and_type = self._fields.find(name)
+        top = name if path_and_type is None else path_and_type[0][0]
         if self._spellings[top.lower()] > 1:
             same = ", ".join(repr(other) for other in self._names if other.lower() == top.lower())
             raise SchemaError(
                 f"Column {top!r} (requested as {use}) is ambiguous: the DataFrame has {same}. sparkhvd ignores case in "
                 "names, as Spark does by default. Rename or drop all but one."
             )
+        if path_and_type is None:
+            raise no_such_column(name, use, self._names, "The DataFrame has")
         if top.lower().startswith(RESERVED_PREFIX):
             raise SchemaError(f"Column {top!r} cannot be used: names that start with {RESERVED_PREFIX!r} are reserved.")
         return path_and_type
@@ -272,22 +326,12 @@ class _Table:
         path, spark_type = self.find(name, role)
         columns = [leaf.column(role) for leaf in leaves(path, spark_type)]
         _refuse_spellings(name, [column.name for column in columns])
+        if ".".join(path) != name:
+            columns = [replace(one, name=_as_requested(one.name, name), source=one.path) for one in columns]
         if role == "weight" and [(c.kind, c.is_number and c.dtype != "bool") for c in columns] != [("scalar", True)]:
             text = spark_type.simpleString()
             raise SchemaError(f"Column {name!r} has the type {text}; a weight is one number per row.")
         return columns
-
-
-def _field(types: Mapping[str, DataType], name: str) -> tuple[tuple[str, ...], DataType] | None:
-    """Return the path and the type of ``struct.field``; both names may contain dots."""
-    for dot in (dot for dot, letter in enumerate(name) if letter == "."):
-        top, rest = name[:dot], name[dot + 1 :]
-        if top in types and types[top].typeName() == "struct":
-            fields = {field.name: field.dataType for field in types[top].fields}  # type: ignore[attr-defined]
-            inside = ((rest,), fields[rest]) if rest in fields else _field(fields, rest)
-            if inside is not None:
-                return (top, *inside[0]), inside[1]
-    return None
 
 
 def _refuse_spellings(name: str, fields: Sequence[str]) -> None:

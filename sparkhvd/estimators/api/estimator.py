@@ -19,6 +19,7 @@ from pyspark.ml.util import MLReadable, MLWritable
 
 from sparkhvd._util.counts import counted
 from sparkhvd._util.short_tracebacks import brief_errors
+from sparkhvd.compat.spark import is_case_sensitive
 from sparkhvd.data.external.locate import Access
 from sparkhvd.data.loaders.transformation import transformed
 from sparkhvd.data.loaders.user_loaders import DataModule, loads_rows
@@ -379,7 +380,9 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         labels = self.values()["label_cols"]
         if labels is None or not hasattr(dataset, "sparkSession"):  # _selection refuses such a dataset
             return {}
-        return {"label_cols": with_fields(dataset.schema, labels)}
+        return {
+            "label_cols": with_fields(dataset.schema, labels, case_sensitive=is_case_sensitive(dataset.sparkSession))
+        }
 
     def _checked_plan(self, **overrides: object) -> FitPlan:
         plan = self._checked_row_plan(**overrides)
@@ -445,6 +448,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
             sparse_cols=plan.sparse_cols or (),
             fill=plan.fill,
             transformed=self._accepts_any_type(plan),
+            case_sensitive=is_case_sensitive(dataset.sparkSession),
         )
 
     def _accepts_any_type(self, plan: FitPlan) -> bool:

@@ -35,7 +35,11 @@ def with_sources(schema: DataSchema, feature_cols: Sequence[str]) -> DataSchema:
 
 
 def match_features(
-    spark_schema: StructType, feature_cols: Sequence[str], trained: Sequence[ColumnSpec]
+    spark_schema: StructType,
+    feature_cols: Sequence[str],
+    trained: Sequence[ColumnSpec],
+    *,
+    case_sensitive: bool = False,
 ) -> list[ColumnSpec]:
     """Return the columns of a DataFrame in the model's order, each with its shape, fill and sparsity in training.
 
@@ -43,12 +47,13 @@ def match_features(
         spark_schema: ``df.schema``.
         feature_cols: the columns to use.
         trained: the columns that the model was trained on, see ``with_sources``.
+        case_sensitive: whether upper and lower case count in the names of columns (``spark.sql.caseSensitive``).
 
     Raises:
         ParamError: the number of columns differs from the training.
         SchemaError: a column or a field is missing, or its type does not fit the model.
     """
-    selected = columns_by_name(spark_schema, feature_cols, "feature")
+    selected = columns_by_name(spark_schema, feature_cols, "feature", case_sensitive=case_sensitive)
     groups = _group_by_column(trained)
     is_flat = all(fields[0].name == name for name, fields in zip(feature_cols, selected, strict=True))
     if is_flat and len(selected) == len(trained):  # struct fields may have become columns of their own

@@ -11,7 +11,7 @@ from pyspark.ml.util import MLReadable, MLWritable
 
 from sparkhvd._util.counts import counted
 from sparkhvd._util.short_tracebacks import brief_errors
-from sparkhvd.compat.spark import arrow_column
+from sparkhvd.compat.spark import arrow_column, is_case_sensitive
 from sparkhvd.data.schema.data_schema import Fill
 from sparkhvd.data.schema.packing import packed, plan_packing
 from sparkhvd.data.schema.selection import RESERVED_PREFIX
@@ -239,7 +239,12 @@ class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
         from pyspark.sql.pandas.types import to_arrow_type  # noqa: PLC0415
 
         trained = self._trained.schema.of("feature")
-        features = match_features(dataset.schema, self.getOrDefault("feature_columns"), trained)
+        features = match_features(
+            dataset.schema,
+            self.getOrDefault("feature_columns"),
+            trained,
+            case_sensitive=is_case_sensitive(dataset.sparkSession),
+        )
         store = self._trained.store
         return PredictSpec(
             plugin=self.plugin,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sparkhvd._util.counts import counted
+from sparkhvd.compat.spark import is_case_sensitive
 from sparkhvd.data.read.batches import Arrays
 from sparkhvd.data.schema import columns
 from sparkhvd.data.schema.data_schema import ColumnSpec, DataSchema, Fill
@@ -91,6 +92,7 @@ def wrap_model(  # noqa: PLR0917
         sparse_cols=sparse_cols,
         fill=fill,
         transformed=plugin.takes_texts,
+        case_sensitive=not isinstance(rows, StructType) and is_case_sensitive(rows.sparkSession),
     )
     features, labels = DataSchema(tuple(selection.schema.of("feature"))), tuple(selection.schema.of("label"))
     if isinstance(rows, StructType) or rows.isStreaming:

@@ -77,7 +77,7 @@ def test_a_validation_that_is_neither_a_fraction_nor_a_name_is_refused(validatio
 
 def test_a_missing_column_is_named_with_the_existing_columns():
     refused(r"There is no column 'xx' \(requested as feature\)\. .*The DataFrame has 'x', 'z'", feature_cols=["xx"])
-    refused(r"There is no column 'Y' \(requested as label\)\. Did you mean 'y'\?", label_cols=["Y"])
+    refused(r"There is no column 'yy' \(requested as label\)\. Did you mean 'y'\?", label_cols=["yy"])
     refused(r"There is no column 'hold' \(requested as validation\)\. Did you mean 'held'\?", validation="hold")
     refused(r"There is no column 'ww' \(requested as weight\)", weight_col="ww")
 
@@ -261,3 +261,39 @@ def test_the_fields_of_a_struct_replace_it():
     schema = struct(s=struct(a=t.LongType(), deep=struct(b=t.LongType())), x=t.LongType())
     assert with_fields(schema, ["x", "s", "q"]) == ("x", "s.a", "s.deep.b", "q")
     assert with_fields(schema, ["s.deep", "s.a"]) == ("s.deep.b", "s.a")
+
+
+DOUBLE = t.DoubleType()
+NESTED = struct(a=DOUBLE, s=struct(b=DOUBLE, c=struct(d=DOUBLE)), y=DOUBLE, held=t.BooleanType())
+
+
+def test_upper_and_lower_case_do_not_count_and_a_column_has_the_name_that_the_user_wrote():
+    chosen = select(NESTED, feature_cols=["A", "S"], label_cols=["Y"], validation="HELD").schema
+    assert chosen.names() == ["A", "S.b", "S.c.d", "Y"]
+    assert [column.path for column in chosen.columns] == [("a",), ("s", "b"), ("s", "c", "d"), ("y",)]
+    assert schema_of(NESTED, ["S.B"], ())["S.B"].path == ("s", "b")
+    assert with_fields(NESTED, ["S", "A", "S.B"]) == ("S.b", "S.c.d", "A", "S.B")
+
+
+def test_without_feature_cols_a_label_in_another_case_is_no_feature():
+    assert schema_of(NESTED, None, ("Y",), validation="Held").names() == ["a", "s.b", "s.c.d", "Y"]
+
+
+def test_a_column_selected_twice_in_another_case_is_refused():
+    refused("Column 'X' is selected more than once", feature_cols=["x", "X"])
+
+
+@pytest.mark.parametrize("name", ["A", "S.b", "s.B"])
+def test_case_counts_if_it_does_for_spark(name):
+    refused(f"There is no column '{name}'", NESTED, feature_cols=[name], case_sensitive=True)
+    assert with_fields(NESTED, ["S"], case_sensitive=True) == ("S",)
+    own = select(NESTED, feature_cols=None, label_cols=["y"], case_sensitive=True).schema
+    assert own.names() == ["a", "s.b", "s.c.d", "held", "y"]
+
+
+def test_a_name_with_several_spellings_is_ambiguous_in_any_case():
+    refused(
+        "Column 'AB' .* is ambiguous: the DataFrame has 'aB', 'Ab'",
+        struct(aB=DOUBLE, Ab=DOUBLE, y=DOUBLE),
+        feature_cols=["AB"],
+    )

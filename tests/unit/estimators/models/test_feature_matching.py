@@ -51,6 +51,14 @@ def test_a_struct_may_have_another_name_and_its_fields_another_case():
     assert taken(given, ("other", "x")) == ["other.B", "other.A", "other.deep.q", "other.deep.P", "x"]
 
 
+def test_columns_are_found_in_any_case_unless_case_counts():
+    given = struct("X", S=struct("b", "a", deep=struct("q", "p")))
+    assert taken(given) == ["S.b", "S.a", "S.deep.q", "S.deep.p", "X"]
+    assert [column.name for column in match_features(given, ("s", "x"), TRAINED)] == [one.name for one in TRAINED]
+    with pytest.raises(SchemaError, match="There is no column 's'"):
+        match_features(given, ("s", "x"), TRAINED, case_sensitive=True)
+
+
 def test_a_selected_column_with_a_dot_is_not_a_field_of_the_struct_before_it():
     schema, names = t.StructType([*struct(s=struct("b", "a")), *struct("s.z")]), ["s", "s.z"]
     trained = trained_on(schema, names)
