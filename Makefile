@@ -19,7 +19,7 @@ quickstart: .venv/.core-built ## Train a small network on a Spark DataFrame with
 # network. The parts start in this order, the longest first. `clusters` has the tests of tests/spark that start clusters of
 # their own. `rest` has the tests outside of the folders of the other parts.
 FOLDERS := launch docs contract
-PYTHON_PARTS := $(addprefix test-python-,rest spark launch docs clusters contract)
+PYTHON_PARTS := $(addprefix test-python-,spark launch rest estimators docs clusters contract)
 OTHER_PARTS := $(addprefix check-,petastorm lint site)
 SIDE_BY_SIDE := $(MAKE) --no-print-directory --keep-going --jobs=4
 TEST_ENVIRONMENT := .venv/.core-built .venv/.test-java .venv/.lean-imports
@@ -51,8 +51,11 @@ test-python-spark: $(TEST_ENVIRONMENT)
 test-python-clusters: $(TEST_ENVIRONMENT)
 	@tools/labelled clusters $(PYTEST) tests/spark -m cluster
 
+test-python-estimators: $(TEST_ENVIRONMENT)
+	@tools/labelled estimators $(PYTEST) tests/unit/estimators
+
 test-python-rest: $(TEST_ENVIRONMENT)
-	@tools/labelled rest $(PYTEST) $(patsubst %,--ignore=tests/%,spark $(FOLDERS))
+	@tools/labelled rest $(PYTEST) $(patsubst %,--ignore=tests/%,spark unit/estimators $(FOLDERS))
 
 check-petastorm: .venv/.core-built
 	@tools/labelled petastorm $(MAKE) test-petastorm

@@ -22,7 +22,7 @@ FRAMEWORK = Framework(
 
 
 def describe(value, form):
-    return ["tree", form.of(value.branches)] if type(value).__module__ == "trees" else None
+    return ["tree", form.of(list(value.branches))] if type(value).__module__ == "trees" else None
 """
 _LIBRARY_CODE = """
 class Tree:
