@@ -27,12 +27,12 @@ _FRAMEWORKS = frozenset(
 _HIDDEN = frozenset({"IPython", "jax", "matplotlib", "pandas", "scipy", "sklearn"})
 _COMPILER = "torch._dynamo"
 _USERS_OF_COMPILED_MODULES = frozenset(
-    f"{package}.{module}"
-    for packages, module in (
-        (("lightning_fabric", "lightning.fabric"), "wrappers"),
-        (("pytorch_lightning", "lightning.pytorch"), "utilities.compile"),
-    )
-    for package in packages
+    {
+        "lightning_fabric.wrappers",
+        "lightning.fabric.wrappers",
+        "pytorch_lightning.utilities.compile",
+        "lightning.pytorch.utilities.compile",
+    }
 )
 
 

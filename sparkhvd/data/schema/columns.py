@@ -199,14 +199,13 @@ def to_numpy(array: pa.Array, column: ColumnSpec, where: str) -> Array:
 def lengths(array: pa.Array) -> npt.NDArray[np.int64] | None:
     """Return the lengths of arrays or vectors, 0 for NULL; None for anything else."""
     import pyarrow as pa  # noqa: PLC0415
-    import pyarrow.compute as pc  # noqa: PLC0415
 
     if pa.types.is_struct(array.type):
         kinds, sizes, _, values = array.flatten()
         sizes_of_rows = np.where(_filled(kinds, _DENSE) == _DENSE, _counts(values), _filled(sizes, 0))
         return sizes_of_rows.astype(np.int64)
     if _is_list(array.type):
-        return np.asarray(to_values(pc.fill_null(pc.list_value_length(array), 0)), np.int64)
+        return _counts(array)
     return None
 
 

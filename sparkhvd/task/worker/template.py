@@ -397,17 +397,18 @@ def _sources() -> dict[str, tuple[int, int]]:
         path = getattr(names.get("__loader__"), "archive", names.get("__file__"))  # a module may be in a zip file
         with contextlib.suppress(OSError):  # a name without a file
             if isinstance(path, str):
-                state = os.stat(path)  # noqa: PTH116 - a path object for each of thousands takes as long as this
-                states[path] = state.st_mtime_ns, state.st_size
+                states[path] = _file_state(path)
     return states
+
+
+def _file_state(path: str) -> tuple[int, int]:
+    state = os.stat(path)  # noqa: PTH116 - a path object for each of thousands takes as long as this
+    return state.st_mtime_ns, state.st_size
 
 
 def _have_changed(sources: dict[str, tuple[int, int]]) -> bool:
     try:
-        return any(
-            (found := os.stat(path)).st_mtime_ns != time or found.st_size != size  # noqa: PTH116 - as above
-            for path, (time, size) in sources.items()
-        )
+        return any(_file_state(path) != state for path, state in sources.items())
     except OSError:  # a file has been removed
         return True
 
