@@ -529,7 +529,7 @@ def test_a_streaming_dataframe_is_refused(spark, store):
 def test_unusable_columns_are_refused_by_name_without_a_job(spark):
     df = spark.createDataFrame([Row(x=1, name="a", y=1.0)])
     for chosen, message in [
-        ({"feature_cols": ["X"]}, "There is no column 'X' .* Did you mean 'x'"),
+        ({"feature_cols": ["X"], "case_sensitive": True}, "There is no column 'X' .* Did you mean 'x'"),
         (
             {"feature_cols": ["name"]},
             "Column 'name' has the type string, which cannot be a feature of a model: index or encode",
