@@ -107,22 +107,22 @@ class KerasState(ObjectState):
             variable.assign(value)
         super().restore()
 
-    def _form(self) -> list[str]:
+    def _describe_parts(self) -> list[str]:
         variables = shared_variables(self.model, self.optimizer)
         # Names are not compared: Keras numbers them in the order in which a process creates layers.
-        of_variables = (f"a variable of {variable.dtype}{list(variable.shape)}" for variable in variables)
-        return [f"the optimizer {_kind(self.optimizer)}", *of_variables, *super()._form()]
+        descriptions = (f"a variable of {variable.dtype}{list(variable.shape)}" for variable in variables)
+        return [f"the optimizer {_kind(self.optimizer)}", *descriptions, *super()._describe_parts()]
 
-    def _send(self) -> None:
+    def _broadcast(self) -> None:
         broadcast_variables(shared_variables(self.model, self.optimizer))
-        super()._send()
+        super()._broadcast()
 
-    def _kept(self) -> dict[str, Any]:
-        return {"variables": self._saved_variables, **super()._kept()}
+    def _saved_copy(self) -> dict[str, Any]:
+        return {"variables": self._saved_variables, **super()._saved_copy()}
 
-    def _keep(self, kept: dict[str, Any]) -> None:
-        self._saved_variables = kept["variables"]
-        super()._keep(kept)
+    def _set_saved_copy(self, saved: dict[str, Any]) -> None:
+        self._saved_variables = saved["variables"]
+        super()._set_saved_copy(saved)
 
 
 def _kind(optimizer: Any) -> str:

@@ -85,20 +85,20 @@ class TensorFlowState(ObjectState):
             variable.assign(value)
         super().restore()
 
-    def _form(self) -> list[str]:
-        of_variables = (f"a variable of {_dtype_name(one)}{list(one.shape)}" for one in self.variables)
-        return [*of_variables, *super()._form()]
+    def _describe_parts(self) -> list[str]:
+        variables = (f"a variable of {_dtype_name(variable)}{list(variable.shape)}" for variable in self.variables)
+        return [*variables, *super()._describe_parts()]
 
-    def _send(self) -> None:
+    def _broadcast(self) -> None:
         broadcast_variables(self.variables)
-        super()._send()
+        super()._broadcast()
 
-    def _kept(self) -> dict[str, Any]:
-        return {"variables": self._saved_variables, **super()._kept()}
+    def _saved_copy(self) -> dict[str, Any]:
+        return {"variables": self._saved_variables, **super()._saved_copy()}
 
-    def _keep(self, kept: dict[str, Any]) -> None:
-        self._saved_variables = kept["variables"]
-        super()._keep(kept)
+    def _set_saved_copy(self, saved: dict[str, Any]) -> None:
+        self._saved_variables = saved["variables"]
+        super()._set_saved_copy(saved)
 
 
 def _dtype_name(variable: Any) -> str:

@@ -40,7 +40,7 @@ class _Part(Protocol):
 
     def reset(self) -> None: ...
 
-    def form(self, name: str) -> list[str]: ...
+    def describe(self, name: str) -> list[str]: ...
 
 
 class TorchState(ObjectState):
@@ -87,21 +87,24 @@ class TorchState(ObjectState):
             part.restore()
         super().restore()
 
-    def _form(self) -> list[str]:
-        return [*(line for name, part in self._parts.items() for line in part.form(name)), *super()._form()]
+    def _describe_parts(self) -> list[str]:
+        return [
+            *(line for name, part in self._parts.items() for line in part.describe(name)),
+            *super()._describe_parts(),
+        ]
 
-    def _send(self) -> None:
+    def _broadcast(self) -> None:
         for part in self._parts.values():
             part.sync()
-        super()._send()
+        super()._broadcast()
 
-    def _kept(self) -> dict[str, Any]:
-        return {"parts": {name: part.saved for name, part in self._parts.items()}, **super()._kept()}
+    def _saved_copy(self) -> dict[str, Any]:
+        return {"parts": {name: part.saved for name, part in self._parts.items()}, **super()._saved_copy()}
 
-    def _keep(self, kept: dict[str, Any]) -> None:
+    def _set_saved_copy(self, saved: dict[str, Any]) -> None:
         for name, part in self._parts.items():
-            part.saved = kept["parts"][name]
-        super()._keep(kept)
+            part.saved = saved["parts"][name]
+        super()._set_saved_copy(saved)
 
     def reset(self) -> None:
         """Adapt samplers to the new ranks, and drop unfinished exchanges of gradients."""
@@ -131,7 +134,7 @@ class _ModelPart:
     def reset(self) -> None:
         return
 
-    def form(self, name: str) -> list[str]:
+    def describe(self, name: str) -> list[str]:
         tensors = {key: value for key, value in self._model.state_dict().items() if isinstance(value, torch.Tensor)}
         return [
             _kind(self._model, name),
@@ -167,7 +170,7 @@ class _OptimizerPart:
         if isinstance(self._optimizer, ExchangingOptimizer):
             self._optimizer.abandon_step()
 
-    def form(self, name: str) -> list[str]:
+    def describe(self, name: str) -> list[str]:
         return [_kind(self._optimizer, name)]
 
 
@@ -192,7 +195,7 @@ class _StatefulPart:
         if isinstance(self._value, ElasticSampler):
             self._value.reset()
 
-    def form(self, name: str) -> list[str]:
+    def describe(self, name: str) -> list[str]:
         return [_kind(self._value, name)]
 
 

@@ -1,4 +1,4 @@
-"""States: the values that an elastic job keeps when its ranks change."""
+"""The state of an elastic job: the values that it keeps when its ranks change."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from sparkhvd.comm import objects, session
 from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.errors import ConfigError, HostsUpdatedInterrupt, MismatchError
 
-_SHOWN = 3  # parts that an error lists
+_MAX_LISTED = 3  # parts that an error message lists
 
 
 class State:
-    """The state of an elastic job; derive from it to keep state of your own.
+    """The base class of states; derive from it to define your own state.
 
     A subclass defines ``save``, ``restore`` and ``sync``, and ``reset`` if it depends on the number of ranks.
 
     Args:
         bcast_object: ignored; accepted so that states written for Horovod work.
-        get_rank: ignored, too.
+        get_rank: ignored.
     """
 
     _reset_callbacks: tuple[Callable[[], None], ...] = ()  # a subclass may not call __init__
@@ -75,7 +75,7 @@ class State:
             return
         communicator = session.current()
         notified = communicator.world.rank == 0 and membership.is_notified()
-        if communicator.world.size > 1:  # a small sum takes one exchange in shared memory, a broadcast takes more
+        if communicator.world.size > 1:  # a small sum takes one exchange in shared memory; a broadcast takes more
             count = np.array([notified], np.int64)
             notified = bool(communicator.allreduce(count, ReduceOp.SUM, name="elastic.check_host_updates").item())
         if notified:
@@ -86,7 +86,7 @@ class State:
         raise NotImplementedError(f"{type(self).__name__} must define save().")
 
     def restore(self) -> None:
-        """Return to the copy that ``save`` has kept."""
+        """Return to the copy that ``save`` made."""
         raise NotImplementedError(f"{type(self).__name__} must define restore().")
 
     def sync(self) -> None:
@@ -94,19 +94,19 @@ class State:
         raise NotImplementedError(f"{type(self).__name__} must define sync().")
 
     def dump_commit(self) -> bytes:
-        """Return the copy that ``save`` has kept; needed only for ``run_elastic(store=...)``."""
+        """Return the copy that ``save`` made; needed only for ``run_elastic(store=...)``."""
         raise ConfigError(
             f"{type(self).__name__} must define dump_commit() and load_commit() so that run_elastic can keep its "
             "commits in a Store."
         )
 
     def load_commit(self, content: bytes) -> None:
-        """Replace the state by one that ``dump_commit`` has returned, in another process."""
+        """Replace the state with the result of ``dump_commit`` from another process."""
         del content
         raise ConfigError(f"{type(self).__name__} must define load_commit().")
 
     def reset(self) -> None:
-        """Adapt to another number of ranks; called after they are connected and before ``sync``."""
+        """Adapt to new ranks; called after they are connected and before ``sync``."""
 
 
 class ObjectState(State):
@@ -114,12 +114,11 @@ class ObjectState(State):
 
     Args:
         bcast_object: ignored; accepted so that calls written for Horovod work.
-        get_rank: ignored, too.
+        get_rank: ignored.
         **kwargs: the initial values; cloudpickle must be able to pickle them.
 
     Raises:
-        ConfigError: a value has the name of a method, or of an attribute that the state uses itself; or it cannot be
-            copied.
+        ConfigError: a value cannot be copied, or has the name of a method or of an attribute that the state uses.
     """
 
     _values: tuple[str, ...] = ()
@@ -134,21 +133,21 @@ class ObjectState(State):
         self.save()
 
     def _require_free(self, name: str) -> None:
-        """Raise ``ConfigError`` if an attribute ``name`` would replace a method, or what the state keeps for itself."""
-        kind = type(self).__name__
+        """Raise ``ConfigError`` if a value ``name`` would replace a method, a property or an internal attribute."""
+        class_name = type(self).__name__
         if callable(getattr(type(self), name, None)):
-            reason = f"{kind}.{name}() is a method"
+            reason = f"{class_name}.{name}() is a method"
         elif isinstance(getattr(type(self), name, None), property):
-            reason = f"{kind}.{name} is a property"
+            reason = f"{class_name}.{name} is a property"
         elif name.startswith("_") and (name in vars(self) or hasattr(type(self), name)):
-            reason = f"{kind} uses this name itself"
+            reason = f"{class_name} uses this name itself"
         else:
             return
         raise ConfigError(f"A value of a state cannot be named {name!r}: {reason}. Choose another name.")
 
     def save(self) -> None:
         """Keep a copy of the values in memory."""
-        values = self._live()
+        values = self._current_values()
         try:
             self._saved = copy.deepcopy(values)
         except Exception:
@@ -164,19 +163,19 @@ class ObjectState(State):
         """Overwrite the state of all ranks with that of rank 0, and save it; collective.
 
         Raises:
-            MismatchError: the ranks have different values by name, or different models, optimizers or variables.
+            MismatchError: the names of the values, the models, the optimizers or the variables differ between ranks.
         """
-        _require_equal_forms(self._form())
-        self._send()
+        _require_equal_parts(self._describe_parts())
+        self._broadcast()
         self.save()
 
-    def _form(self) -> list[str]:
+    def _describe_parts(self) -> list[str]:
         """Describe the parts of this rank's state, in the order in which their values are sent."""
         return [f"the value {name!r}" for name in sorted(self._values)]
 
-    def _send(self) -> None:
+    def _broadcast(self) -> None:
         """Overwrite the parts of all ranks with those of rank 0; collective."""
-        values = objects.broadcast_object(session.current(), self._live(), name="elastic.values")
+        values = objects.broadcast_object(session.current(), self._current_values(), name="elastic.values")
         for name, value in values.items():
             setattr(self, name, value)
 
@@ -184,36 +183,35 @@ class ObjectState(State):
         """Return the state of the last commit or ``sync``.
 
         Raises:
-            ConfigError: a subclass saves more than this method returns.
+            ConfigError: a subclass overrides ``save`` but not this method.
         """
-        saves = _owner(type(self), "save")
-        if not issubclass(_owner(type(self), "dump_commit"), saves) and not issubclass(
-            _owner(type(self), "_kept"), saves
-        ):
+        saving = _defining_class(type(self), "save")
+        dumping = [_defining_class(type(self), name) for name in ("dump_commit", "_saved_copy")]
+        if not any(issubclass(definer, saving) for definer in dumping):
             raise ConfigError(
-                f"{saves.__name__} overrides save(), so it must also define dump_commit() and load_commit() for "
+                f"{saving.__name__} overrides save(), so it must also define dump_commit() and load_commit() for "
                 "run_elastic to keep its commits in a Store."
             )
-        content: bytes = cloudpickle.dumps(self._kept())
+        content: bytes = cloudpickle.dumps(self._saved_copy())
         return content
 
     def load_commit(self, content: bytes) -> None:
-        """Replace the state by one that ``dump_commit`` has returned, in another process."""
-        self._keep(cloudpickle.loads(content))
+        """Replace the state with the result of ``dump_commit`` from another process."""
+        self._set_saved_copy(cloudpickle.loads(content))
         self.restore()
 
-    def _kept(self) -> dict[str, Any]:
-        """Return the copy that ``save`` has kept."""
+    def _saved_copy(self) -> dict[str, Any]:
+        """Return the copy that ``save`` made."""
         return {"values": self._saved}
 
-    def _keep(self, kept: dict[str, Any]) -> None:
+    def _set_saved_copy(self, saved: dict[str, Any]) -> None:
         """Set the copy that ``restore`` returns to."""
-        self._saved = kept["values"]
+        self._saved = saved["values"]
 
-    def __getattr__(self, name: str) -> Any:  # only so that type checkers accept the attributes
+    def __getattr__(self, name: str) -> Any:  # makes type checkers accept the values as attributes
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
-    def _live(self) -> dict[str, Any]:
+    def _current_values(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self._values}
 
 
@@ -224,30 +222,30 @@ def _require_copyable(values: Mapping[str, Any]) -> None:
             copy.deepcopy(value)
         except Exception as error:  # a user's __deepcopy__ may raise anything
             raise ConfigError(
-                f"The value {name!r} of the state cannot be copied, as every commit does: {type(error).__name__}: "
-                f"{error}. It is a {type(value).__name__}; keep it outside of the state."
+                f"The value {name!r} of the state cannot be copied, but every commit copies it: "
+                f"{type(error).__name__}: {error}. It is a {type(value).__name__}; keep it outside of the state."
             ) from error
 
 
-def _require_equal_forms(form: Sequence[str]) -> None:
+def _require_equal_parts(parts: Sequence[str]) -> None:
     """Raise an error on all ranks if their states have different parts; collective.
 
     Otherwise a rank would wait forever for the values of parts that another rank does not have.
 
     Args:
-        form: the parts of this rank's state.
+        parts: descriptions of the parts of this rank's state.
 
     Raises:
         MismatchError: the parts of the ranks differ.
     """
     communicator = session.current()
-    digest = hashlib.blake2b("\n".join(form).encode(), digest_size=16).digest()
-    digests = objects.allgather_object(communicator, digest, name="elastic.form")
-    other = next((rank for rank, of_rank in enumerate(digests) if of_rank != digests[0]), None)
+    digest = hashlib.blake2b("\n".join(parts).encode(), digest_size=16).digest()
+    digests = objects.allgather_object(communicator, digest, name="elastic.digest")
+    other = next((rank for rank, other_digest in enumerate(digests) if other_digest != digests[0]), None)
     if other is None:
         return
-    forms = objects.allgather_object(communicator, list(form), name="elastic.parts")
-    differences = _differences(forms[0], forms[other], other)
+    all_parts = objects.allgather_object(communicator, list(parts), name="elastic.parts")
+    differences = _differences(all_parts[0], all_parts[other], other)
     raise MismatchError(
         f"The states of the ranks differ, so they cannot be synchronized: {differences}. "
         "A new rank runs the program from its start. So create the same model, optimizer and values on all ranks "
@@ -257,16 +255,18 @@ def _require_equal_forms(form: Sequence[str]) -> None:
 
 def _differences(first: Sequence[str], second: Sequence[str], rank: int) -> str:
     """Describe how the parts of ``rank`` differ from those of rank 0."""
-    only = {0: Counter(first) - Counter(second), rank: Counter(second) - Counter(first)}
-    listed = [f"only rank {of} has {_few(list(parts.elements()))}" for of, parts in only.items() if parts]
-    return ", ".join(listed) or f"rank {rank} has the parts of rank 0 in another order"
+    extra = {0: Counter(first) - Counter(second), rank: Counter(second) - Counter(first)}
+    differences = [
+        f"only rank {owner} has {_listed(list(parts.elements()))}" for owner, parts in extra.items() if parts
+    ]
+    return ", ".join(differences) or f"rank {rank} has the parts of rank 0 in another order"
 
 
-def _few(parts: Sequence[str]) -> str:
-    shown = ", ".join(parts[:_SHOWN])
-    return shown if len(parts) <= _SHOWN else f"{shown} and {len(parts) - _SHOWN} more"
+def _listed(parts: Sequence[str]) -> str:
+    first_parts = ", ".join(parts[:_MAX_LISTED])
+    return first_parts if len(parts) <= _MAX_LISTED else f"{first_parts} and {len(parts) - _MAX_LISTED} more"
 
 
-def _owner(kind: type, name: str) -> type:
-    """Return the class that defines a method."""
-    return next(one for one in kind.__mro__ if name in vars(one))
+def _defining_class(cls: type, name: str) -> type:
+    """Return the class that defines a method of ``cls``."""
+    return next(base for base in cls.__mro__ if name in vars(base))

@@ -48,9 +48,13 @@ def test_a_value_with_the_name_of_a_method_is_refused(name):
         ObjectState(**{"epoch": 0, name: 1})
 
 
-@pytest.mark.parametrize("name", ["_values", "_saved", "_reset_callbacks", "_live"])
+@pytest.mark.parametrize("name", ["_values", "_saved", "_reset_callbacks", "_current_values"])
 def test_a_value_cannot_replace_what_the_state_uses_itself(name):
-    reason = "ObjectState._live() is a method" if name == "_live" else "ObjectState uses this name itself"
+    reason = (
+        "ObjectState._current_values() is a method"
+        if name == "_current_values"
+        else "ObjectState uses this name itself"
+    )
     with pytest.raises(ConfigError, match=re.escape(f"named {name!r}: {reason}. Choose another name.")):
         ObjectState(**{"epoch": 0, name: 1})
     assert ObjectState(_epoch=2)._epoch == 2
