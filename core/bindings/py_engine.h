@@ -24,7 +24,7 @@ namespace py = pybind11;
 // Python may drop a handle while the engine's thread still uses the buffers. The engine's thread
 // never touches a Python object, because it must never wait for the GIL, least of all while the
 // interpreter shuts down. So the objects that a dropped handle kept alive stay here until the
-// operation is settled, and the next call that holds the GIL releases them.
+// operation is settled. A later call, which holds the GIL, then releases them.
 class Orphans {
  public:
   void Adopt(std::shared_ptr<Operation> operation, py::object keep_alive) {
@@ -82,7 +82,7 @@ class PyEngine {
   PendingOperations pending_;
 };
 
-// Runs `act` without the GIL, because a call of the CUDA driver may block.
+// Runs `act` without the GIL, because a call to the CUDA driver may block.
 template <typename Act>
 auto WithoutGil(const Act& act) {
   const GilRelease release;
@@ -118,7 +118,7 @@ class Handle {
     Check(operation_->done() ? operation_->outcome() : status);
   }
 
-  // Makes later work on the stream see the result. Does nothing for host memory.
+  // Makes later work on `stream` wait for the result. Does nothing for host memory.
   void LetWait(uintptr_t stream) {
     if (operation_->device() == nullptr) return;
     RequireGoodDevice();
@@ -163,7 +163,7 @@ class Handle {
                  operation_->request().Title() + " is not finished; call wait() first"));
   }
 
-  // Work that is done on the host may have failed on the device.
+  // An operation that is done on the host may have failed on the device.
   void RequireGoodDevice() const {
     RequireDone();
     Check(operation_->outcome());

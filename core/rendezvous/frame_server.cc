@@ -27,8 +27,8 @@ struct FrameServer::Session {
     if (connection.HasOutput()) return POLLOUT;
     return paused ? short{0} : short{POLLIN};
   }
-  // Leaves out a connection that has ended while it waits for its handler, because poll would
-  // report the end again and again.
+  // Returns -1, which poll ignores, if the connection ended while the handler had a frame of it.
+  // Otherwise, poll would report the end again and again.
   int fd() const { return muted ? -1 : connection.fd(); }
 
   // Fails if the peer's host is lost, or if the peer does not send or read in time.
@@ -37,11 +37,12 @@ struct FrameServer::Session {
       return Status(StatusCode::kPeerLost, kSilentHost, ETIMEDOUT);
     }
     if (connection.HasOutput()) {
-      return answer.Expired() ? Status(StatusCode::kTimeout, "an answer was not accepted in time")
-                              : Status();
+      return answer.Expired()
+                 ? Status(StatusCode::kTimeout, "the peer did not read an answer in time")
+                 : Status();
     }
     if (connection.IsFrameLate()) {
-      return Status(StatusCode::kTimeout, "only a part of a frame arrived in time");
+      return Status(StatusCode::kTimeout, "only part of a frame arrived in time");
     }
     if (!connection.IsInFrame() && idle.Expired()) {
       return Status(StatusCode::kTimeout, "the peer sent nothing for too long");
@@ -52,8 +53,8 @@ struct FrameServer::Session {
   FrameConnection connection;
   HostWatch host;
   Status failure;       // not OK: the server ends the connection
-  bool paused = false;  // until Resume
-  bool muted = false;   // has ended while it was paused
+  bool paused = false;  // the handler has a frame; true until Resume
+  bool muted = false;   // the connection ended while it was paused
   Deadline idle = Deadline::Never();
   Deadline answer = Deadline::Never();
 };
@@ -182,7 +183,7 @@ void FrameServer::Serve(Reception owned) {
     for (auto& [connection, session] : sessions) {
       const short ready = polled ? fds[index].revents : short{0};
       ++index;
-      const bool watched = checks && !session.paused;  // paused: the handler has a frame
+      const bool watched = checks && !session.paused;
       if (ready == 0 && !watched) continue;
       // A session that runs out of memory ends. The others continue.
       session.failure = Guarded([&, id = connection, &client = session] {
@@ -213,7 +214,7 @@ void FrameServer::Serve(Reception owned) {
     if (reception) {
       reception.reset();
       for (auto& [connection, session] : sessions) {
-        // Data that has arrived is still read.
+        // The server still reads data that has already arrived.
         (void)::shutdown(session.connection.fd(), SHUT_RD);
       }
     }

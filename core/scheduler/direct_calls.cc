@@ -14,7 +14,7 @@ namespace {
 
 constexpr std::chrono::milliseconds kInterruptInterval(100);
 
-// A rank's call, at the start of its slot. A small contribution follows it.
+// A rank's call, at the start of its slot. If the data is small, it follows the call in the slot.
 struct Call {
   uint64_t count;
   uint32_t dtype;
@@ -27,7 +27,7 @@ std::string ToText(const Call& call) {
          " x " + Name(static_cast<DType>(call.dtype));
 }
 
-// All ranks compare every call with the call of rank 0, so all ranks reach the same result.
+// Every rank compares all calls with the call of rank 0, so all ranks reach the same result.
 Status CompareCalls(const ArenaSteps& steps, const ArenaSteps::Round& round) {
   Call first;
   std::memcpy(&first, round.Slot(0), sizeof(first));

@@ -1,4 +1,4 @@
-// Memory that the ranks of one host share, and the steps in which they use it.
+// Memory that the ranks of one host share, and the steps that synchronize its use.
 #pragma once
 
 #include <vector>
@@ -11,7 +11,7 @@ namespace sparkhvd {
 
 // An arena has one region and one counter per member. Members are numbered 0 to count() - 1 in rank
 // order, and `ranks()[i]` is the rank of member i. A collective over the arena is a series of
-// steps: write the own region, call Arrive and AwaitAll, and read the regions of the other members.
+// steps. In each, a member writes its own region, calls Arrive and AwaitAll, and reads the others.
 class Arena {
  public:
   virtual ~Arena() = default;
