@@ -37,7 +37,7 @@ _END_SECONDS = 8.0
 class SshOptions:
     """How ``ssh`` reaches the hosts; None leaves an option to ssh's own configuration."""
 
-    check: ClassVar[str] = "ssh HOST true"  # the command with which a user can test the access to a host
+    check: ClassVar[str] = "ssh HOST true"  # the command that tests access to a host
 
     port: int | None = None
     identity_file: str | None = None
@@ -45,7 +45,7 @@ class SshOptions:
 
 @dataclass(frozen=True)
 class SrunOptions:
-    """How ``srun`` reaches the hosts of a Slurm job: without ssh, and with ranks that Slurm accounts to the job."""
+    """How ``srun`` reaches the hosts of a Slurm job. It needs no ssh, and Slurm accounts the ranks to the job."""
 
     check: ClassVar[str] = "srun --nodelist=HOST true"
 
@@ -60,19 +60,19 @@ class HostEnded:
 
 
 def host_command(host: str, executable: str, options: SshOptions | SrunOptions, module: str = FIXED_JOB) -> list[str]:
-    """Return the command that starts the host process. It contains no secrets and none of the user's variables."""
-    own = ["env", f"{IMPORT_PATH}={import_path(executable)}", executable or sys.executable, "-m", module]
+    """Return the command that starts the host process. Its only variable is the import path, so it has no secrets."""
+    program = ["env", f"{IMPORT_PATH}={import_path(executable)}", executable or sys.executable, "-m", module]
     if is_this_machine(host):
-        return own
+        return program
     if isinstance(options, SrunOptions):
         # One task gets all processors and all memory that the job has on the host; the ranks share them.
-        step = ["--nodes=1", "--ntasks=1", "--overlap", "--cpu-bind=none", "--mem=0", "--quiet", "--unbuffered"]
-        return ["srun", f"--jobid={options.job_id}", f"--nodelist={host}", *step, *own]
+        resources = ["--nodes=1", "--ntasks=1", "--overlap", "--cpu-bind=none", "--mem=0", "--quiet", "--unbuffered"]
+        return ["srun", f"--jobid={options.job_id}", f"--nodelist={host}", *resources, *program]
     port = [] if options.port is None else ["-p", str(options.port)]
     identity = [] if options.identity_file is None else ["-i", options.identity_file]
     # BatchMode: nobody can type a password. ServerAlive: ssh must notice that a host is unreachable.
-    alive = ["-o", "ServerAliveInterval=3", "-o", "ServerAliveCountMax=3"]
-    return ["ssh", "-T", "-o", "BatchMode=yes", *alive, *port, *identity, host, shlex.join(own)]
+    keep_alive = ["-o", "ServerAliveInterval=3", "-o", "ServerAliveCountMax=3"]
+    return ["ssh", "-T", "-o", "BatchMode=yes", *keep_alive, *port, *identity, host, shlex.join(program)]
 
 
 def is_this_machine(host: str) -> bool:
@@ -122,7 +122,7 @@ class HostProcess:
                 (self._write, "sparkhvd-host-stdin"),
             )
         ]
-        for thread in reversed(self._threads):  # the second first, because the first thread joins it
+        for thread in reversed(self._threads):  # stderr before stdout, because the thread of stdout joins it
             thread.start()
 
     def send(self, message: object) -> None:
@@ -132,17 +132,17 @@ class HostProcess:
     def hang_up(self, *, is_lost: bool = False) -> None:
         """Tell the host to end its ranks, and return at once. If the host is lost, ``close`` does not wait for it."""
         self._outbox.put(None)
-        waits = self._answered and not is_lost  # a host that has not answered runs no ranks
-        self._end_deadline = self._end_deadline or Deadline.after(self._end_seconds if waits else 0.0)
+        has_ranks = self._answered and not is_lost  # a host that has not answered runs no ranks
+        self._end_deadline = self._end_deadline or Deadline.after(self._end_seconds if has_ranks else 0.0)
 
     def close(self) -> None:
         """Hang up, wait at most ``end_seconds`` for the process to end, and kill what is left of its process group."""
         self.hang_up()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(0.0 if self._end_deadline is None else self._end_deadline.remaining())
-        for number in (signal.SIGTERM, signal.SIGKILL):
+        for signal_number in (signal.SIGTERM, signal.SIGKILL):
             try:
-                os.killpg(self._process.pid, number)
+                os.killpg(self._process.pid, signal_number)
             except ProcessLookupError:
                 break
         self._process.wait()

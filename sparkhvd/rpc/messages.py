@@ -179,7 +179,7 @@ class WorkerEnded:
     """Rank to task: its worker process has ended; negative return codes are signals."""
 
     returncode: int
-    by_launcher: bool
+    ended_by_launcher: bool
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The assignment of ranks to tasks: pure functions that every task computes from the same gathered values."""
+"""The assignment of ranks to tasks: pure functions, which every task calls with the same gathered values."""
 
 from __future__ import annotations
 
@@ -69,16 +69,18 @@ def assign_started(offers: Sequence[TaskOffer], ranks_of_host: Mapping[str, Sequ
     """
     offer_of: dict[int, TaskOffer] = {}
     for host, ranks in ranks_of_host.items():
-        own = sorted((one for one in offers if one.host_hash == host), key=lambda offer: offer.task_index)
-        offer_of.update(zip(sorted(ranks), own, strict=True))
+        host_offers = sorted((offer for offer in offers if offer.host_hash == host), key=lambda offer: offer.task_index)
+        offer_of.update(zip(sorted(ranks), host_offers, strict=True))
     if sorted(offer_of) != list(range(len(offers))):
         raise ValueError(f"Ranks must be 0 to {len(offers) - 1}, got {sorted(offer_of)}.")
     return _slots([offer_of[rank] for rank in range(len(offers))])
 
 
-def _slots(in_rank_order: Sequence[TaskOffer]) -> list[Slot]:
-    local_groups = _local_groups(in_rank_order)
-    return [Slot(*one) for one in zip(layout(local_groups), in_rank_order, local_groups, strict=True)]
+def _slots(offers: Sequence[TaskOffer]) -> list[Slot]:
+    """Return the slots of offers that are in rank order."""
+    local_groups = _local_groups(offers)
+    worlds = layout(local_groups)
+    return [Slot(world, offer, group) for world, offer, group in zip(worlds, offers, local_groups, strict=True)]
 
 
 def _local_groups(offers: Sequence[TaskOffer]) -> list[str]:
@@ -90,5 +92,8 @@ def _local_groups(offers: Sequence[TaskOffer]) -> list[str]:
     for offer in offers:
         for device in offer.devices:
             containers.setdefault((offer.host_hash, device), set()).add(offer.container)
-    apart = {host for (host, _), found in containers.items() if len(found) > 1}
-    return [f"{offer.host_hash}/{offer.container}" if offer.host_hash in apart else offer.host_hash for offer in offers]
+    split_hosts = {host for (host, _), sharing in containers.items() if len(sharing) > 1}
+    return [
+        f"{offer.host_hash}/{offer.container}" if offer.host_hash in split_hosts else offer.host_hash
+        for offer in offers
+    ]

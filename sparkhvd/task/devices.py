@@ -1,4 +1,4 @@
-"""The GPUs of the ranks: their names, kinds and environment variables."""
+"""The GPUs of the ranks: their names, their kinds and the environment variables that select them."""
 
 from __future__ import annotations
 
@@ -34,8 +34,9 @@ def device_kind(assigned: Sequence[str], visible: str | None, driver: Path = _DR
     if not assigned and (hidden or not gpus):
         return ""
     own_gpus = [_named(name, gpus) for name in assigned or _listed(visible)]
-    known = [facts for facts in own_gpus if facts is not None]
-    models = sorted({facts["Model"] for facts in (known if own_gpus and len(known) == len(own_gpus) else gpus)})
+    described = [facts for facts in own_gpus if facts is not None]
+    are_all_described = bool(own_gpus) and len(described) == len(own_gpus)
+    models = sorted({facts["Model"] for facts in (described if are_all_described else gpus)})
     return f"GPU ({', '.join(models)})" if models else "GPU"
 
 
@@ -62,18 +63,18 @@ def mixed_devices(offers: Sequence[TaskOffer], job: Job) -> str:
     if any(name == VISIBLE for name, _ in job.env):
         return ""
     with_gpu = [offer for offer in offers if offer.device_kind]
-    without = [offer for offer in offers if not offer.device_kind]
-    if not with_gpu or not without:
+    without_gpu = [offer for offer in offers if not offer.device_kind]
+    if not with_gpu or not without_gpu:
         return ""
     return (
         f"Ranks must all run on GPUs or all on CPUs: task {with_gpu[0].task_index} on host {with_gpu[0].host} has a "
-        f"{with_gpu[0].device_kind}, task {without[0].task_index} on host {without[0].host} has none. Assign a "
+        f"{with_gpu[0].device_kind}, task {without_gpu[0].task_index} on host {without_gpu[0].host} has none. Assign a "
         f'GPU to every rank (gpus_per_task=1), or hide the GPUs from all of them (env={{"{VISIBLE}": ""}}).'
     )
 
 
 def different_gpus_notice(offers: Sequence[TaskOffer]) -> str:
-    """Return a notice when the ranks have different kinds of GPUs; empty when they do not or the kinds are unknown."""
+    """Return a notice when the ranks are known to have different kinds of GPUs; otherwise empty."""
     host_of_kind = {offer.device_kind: offer.host for offer in offers if "(" in offer.device_kind}
     if len(host_of_kind) < 2:
         return ""
@@ -86,14 +87,15 @@ def cuda_names(addresses: Sequence[str], visible: str | None) -> tuple[str, ...]
 
     Args:
         addresses: Spark's addresses of the resource ``gpu``.
-        visible: the task's CUDA_VISIBLE_DEVICES; None if unset. If set, Spark's addresses are indices into it, as in
-            Spark's TorchDistributor.
+        visible: the task's CUDA_VISIBLE_DEVICES; None if unset. If it has as many entries as there are addresses, all
+            entries are the task's devices. Otherwise, Spark's addresses are indices into it, as in Spark's
+            TorchDistributor.
     """
     listed = _listed(visible)
     if not listed:
         return tuple(addresses)
-    if (own := task_gpus(addresses, listed)) is not None:
-        return own
+    if (all_listed := task_gpus(addresses, listed)) is not None:
+        return all_listed
     return tuple(
         listed[int(address)] if address.isdecimal() and int(address) < len(listed) else address for address in addresses
     )
@@ -112,28 +114,29 @@ def device_variables(slots: Sequence[Slot], slot: Slot) -> tuple[tuple[str, str]
     its own devices, from device 0.
     """
     group = [candidate for candidate in slots if candidate.local_group == slot.local_group]
-    neighbours = sorted(group, key=lambda candidate: candidate.world.local_rank)
-    lists = [candidate.offer.devices for candidate in neighbours]
-    if not any(lists):
+    by_local_rank = sorted(group, key=lambda candidate: candidate.world.local_rank)
+    device_lists = [candidate.offer.devices for candidate in by_local_rank]
+    if not any(device_lists):
         return ()
-    all_devices = [name for devices in lists for name in devices]
-    own = slot.offer.devices
-    if len(set(all_devices)) < len(all_devices) or not all(lists):
-        visible_devices: Sequence[str] = own
+    all_devices = [name for devices in device_lists for name in devices]
+    rank_devices = slot.offer.devices
+    if len(set(all_devices)) < len(all_devices) or not all(device_lists):
+        visible_devices: Sequence[str] = rank_devices
     else:
-        visible_devices = [*(devices[0] for devices in lists), *(name for devices in lists for name in devices[1:])]
-    return selection(visible_devices, own)
+        first_devices = [devices[0] for devices in device_lists]
+        visible_devices = [*first_devices, *(name for devices in device_lists for name in devices[1:])]
+    return selection_variables(visible_devices, rank_devices)
 
 
-def selection(seen: Sequence[str], own: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    """Return the variables with which a process sees the devices ``seen``; ``own`` are the devices of its rank."""
-    return ((VISIBLE, ",".join(seen)), (ORDER, "PCI_BUS_ID"), (OWN_DEVICES, ",".join(own)))
+def selection_variables(visible_devices: Sequence[str], rank_devices: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """Return the variables that make ``visible_devices`` visible to a process and name the devices of its rank."""
+    return ((VISIBLE, ",".join(visible_devices)), (ORDER, "PCI_BUS_ID"), (OWN_DEVICES, ",".join(rank_devices)))
 
 
-def unless_set(
+def drop_user_variables(
     variables: Sequence[tuple[str, str]], env: Sequence[tuple[str, str | None]]
 ) -> tuple[tuple[str, str], ...]:
-    """Return the variables that the user's ``env`` leaves alone."""
+    """Return the variables without those that the user's ``env`` sets or removes."""
     set_by_user = {name for name, _ in env}
     if VISIBLE in set_by_user:
         set_by_user.add(ORDER)  # the user chose the device numbers

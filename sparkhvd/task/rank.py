@@ -11,7 +11,7 @@ from sparkhvd.comm.connect.rendezvous import RendezvousClient
 from sparkhvd.config import changed_environment
 from sparkhvd.deadline import Deadline
 from sparkhvd.task.assignment import Slot
-from sparkhvd.task.devices import device_variables, unless_set
+from sparkhvd.task.devices import device_variables, drop_user_variables
 from sparkhvd.task.job import RESULT_CAP_BYTES, Job
 from sparkhvd.task.supervision import (
     JOB_SECONDS,
@@ -56,8 +56,8 @@ class JobPlan:
         return RendezvousClient(self.rendezvous, self.token, deadline, encrypt=self.encrypt)
 
 
-def worker_spec(job: Job, plan: JobPlan, slot: Slot, more: tuple[tuple[str, str], ...] = ()) -> WorkerSpec:
-    """Return the spec for the worker of a slot; ``more`` are environment variables that point to its task's rows."""
+def worker_spec(job: Job, plan: JobPlan, slot: Slot, row_variables: tuple[tuple[str, str], ...] = ()) -> WorkerSpec:
+    """Return the spec for the worker of a slot; ``row_variables`` point to the rows of its task."""
     context = LaunchContext(
         world=slot.world,
         rendezvous=plan.rendezvous if slot.world.size > 1 else (),
@@ -67,7 +67,7 @@ def worker_spec(job: Job, plan: JobPlan, slot: Slot, more: tuple[tuple[str, str]
         config=replace(job.config, network_interfaces=",".join(job.nics)) if job.nics else job.config,
     )
     path = changed_environment(dict(job.env)).get(IMPORT_PATH)
-    return WorkerSpec(context, job.payload, (*_variables(job, plan, slot), *more), path)
+    return WorkerSpec(context, job.payload, (*_variables(job, plan, slot), *row_variables), path)
 
 
 def await_rows(plan: JobPlan, slot: Slot) -> None:
@@ -100,9 +100,9 @@ def supervise_rank(
     Args:
         plan: the plan of the job.
         slot: the slot of the rank.
-        worker: the worker, which has received its spec; it has ended on return.
-        deadline: the time by which it must be ready for ``fn``.
-        parent: the process that this one must not outlive; None means its parent, 0 means no process.
+        worker: the worker, which has its spec unless a failure is among its events; it has ended on return.
+        deadline: the time by which the worker must be ready for ``fn``.
+        parent: the process that this one must not outlive; None means the current parent, 0 means no process.
         report_phase: called with every new phase of the rank; must not block.
 
     Returns:
@@ -112,9 +112,9 @@ def supervise_rank(
         LaunchError: infrastructure was lost.
     """
     rank, size = slot.world.rank, slot.world.size
-    hosts = [one.offer.host for one in plan.slots]
-    # One connection waits for the outcome while the other sends. The server already runs, so connecting has its own
-    # limit: ``deadline`` bounds only the worker and may be close.
+    hosts = [other.offer.host for other in plan.slots]
+    # One connection waits for the outcome while the other sends. Connecting has its own time limit, because the server
+    # already runs, and ``deadline`` is for the worker and may be close.
     connecting = Deadline.after(NOTE_SECONDS)
     with plan.connect(connecting) as listening, plan.connect(connecting) as client:
         watcher = watch_outcome(listening, worker.events)
@@ -140,10 +140,10 @@ def _variables(job: Job, plan: JobPlan, slot: Slot) -> tuple[tuple[str, str], ..
     """Return the environment variables that describe a rank, for scripts and libraries that read them."""
     world = slot.world
     # Scripts written for Horovod read Horovod's names.
-    places = {
-        f"{owner}_{name.upper()}": str(value)
-        for owner in ("SPARKHVD", "HOROVOD")
+    world_variables = {
+        f"{prefix}_{name.upper()}": str(value)
+        for prefix in ("SPARKHVD", "HOROVOD")
         for name, value in asdict(world).items()
     }
-    places |= {"LOCAL_RANK": str(world.local_rank), "SPARKHVD_LOG_LEVEL": str(job.log_level)}
-    return (*places.items(), *unless_set(device_variables(plan.slots, slot), job.env))
+    world_variables |= {"LOCAL_RANK": str(world.local_rank), "SPARKHVD_LOG_LEVEL": str(job.log_level)}
+    return (*world_variables.items(), *drop_user_variables(device_variables(plan.slots, slot), job.env))

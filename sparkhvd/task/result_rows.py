@@ -1,4 +1,4 @@
-"""The rows in which a task returns a result or a failure."""
+"""The rows through which a task returns a result or a failure."""
 
 from __future__ import annotations
 

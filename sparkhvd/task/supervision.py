@@ -190,7 +190,7 @@ def _failure(event: Raised | Exited, job: Supervision, phase: str, packing: bool
     if isinstance(event, Exited):
         where = ENDED if packing else phase
         cause = describe_exit(event.returncode)
-        return FailureReport(job.rank, job.host, cause, phase=where, secondary=event.by_launcher)
+        return FailureReport(job.rank, job.host, cause, phase=where, secondary=event.ended_by_launcher)
     where = phase if event.phase is None else event.phase
     return FailureReport(
         job.rank, job.host, event.cause, traceback=event.traceback, phase=where, secondary=event.secondary

@@ -11,7 +11,7 @@ from sparkhvd.comm.failures import translated
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import DeadlineExceededError, NotInitializedError
 
-# The time for a response that waits for no other process.
+# The time limit for requests that the server answers at once, without waiting for another process.
 _RESPONSE_SECONDS = 10.0
 
 
@@ -22,7 +22,7 @@ class RendezvousServer(Closable):
         token: the job's secret. The server refuses a client that does not know the secret, before it parses anything.
         host: the local address to bind.
         port: the port to bind, 0 for any free one.
-        encrypt: whether all traffic is encrypted; the clients follow.
+        encrypt: whether to encrypt all traffic; clients adapt to the server.
 
     Raises:
         CollectiveError: the address cannot be bound, or OpenSSL is missing.
@@ -58,7 +58,7 @@ class RendezvousServer(Closable):
             return self._open().get(key, deadline.remaining())
 
     def erase(self, prefix: str) -> int:
-        """Delete all keys that begin with ``prefix``, and return their number; nothing may wait for them any more."""
+        """Delete all keys that begin with ``prefix``, and return their number. Nothing may wait for these keys."""
         with translated():
             return self._open().erase(prefix)
 
@@ -134,13 +134,14 @@ class RendezvousClient(Closable):
     def get_present(self, prefix: str, numbers: range, deadline: Deadline | None = None) -> dict[int, bytes]:
         """Return the values of the keys ``prefix`` + number that are set, by number.
 
-        It takes one request if all keys are set within the deadline. Otherwise it takes one or two, and one for each
-        run of consecutive numbers.
+        If all keys are set within the deadline, this takes one request. Otherwise, another request finds the missing
+        keys, and each run of consecutive numbers between them takes one more. If the server does not respond in time,
+        the result lacks the remaining values.
 
         Args:
             prefix: the keys without their numbers.
             numbers: consecutive numbers.
-            deadline: the end of the wait for all keys; None does not wait.
+            deadline: how long to wait for all keys; None does not wait.
 
         Raises:
             PeerLostError: the server has ended.
@@ -149,7 +150,7 @@ class RendezvousClient(Closable):
             with suppress(DeadlineExceededError):
                 return dict(zip(numbers, self.get_all(prefix, numbers, deadline), strict=True))
         values: dict[int, bytes] = {}
-        with suppress(DeadlineExceededError):  # the server is overloaded
+        with suppress(DeadlineExceededError):  # the server or its host is overloaded
             first = numbers.start
             for missing in (*self.missing(prefix, numbers), numbers.stop):
                 run, first = range(first, missing), missing + 1

@@ -166,9 +166,9 @@ class HostWorkers:
         host = _Host(name, next(self._numbers))
         command = host_command(name, self._job.executable, self._access, ELASTIC_JOB)
         host.process = HostProcess(command, functools.partial(self._receive, host), END_SECONDS + _MARGIN_SECONDS)
-        by_ssh = isinstance(self._access, SshOptions) and not is_this_machine(name)
+        uses_ssh = isinstance(self._access, SshOptions) and not is_this_machine(name)
         slots = self._offered.get(name, 1)
-        host.process.send(ElasticHostJob(self._setup, self._job, name, host.number, slots, self._membership, by_ssh))
+        host.process.send(ElasticHostJob(self._setup, self._job, name, host.number, slots, self._membership, uses_ssh))
         self._hosts[name] = host
         return host
 

@@ -112,8 +112,7 @@ class SshHandle:
         names = tuple(host.name for host in self._hosts)
         parts, first = [], 0
         for host in self._hosts:
-            serves = first == 0
-            parts.append(HostJob(setup, self._job, host.name, names, first, host.slots, serves, self._token))
+            parts.append(HostJob(setup, self._job, host.name, names, first, host.slots, first == 0, self._token))
             first += host.slots
         return parts
 

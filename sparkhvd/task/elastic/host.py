@@ -45,7 +45,7 @@ def main() -> int:
     job = launcher.receive()
     if not isinstance(job, ElasticHostJob):
         raise TypeError(f"The launcher sent {type(job).__name__} instead of an ElasticHostJob.")
-    client_address = ssh_client_address() if job.by_ssh else ""
+    client_address = ssh_client_address() if job.uses_ssh else ""
     apply_setup(job.setup)
     try:
         lost = _take_part(job, launcher, client_address)

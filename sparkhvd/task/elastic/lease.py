@@ -34,7 +34,7 @@ from sparkhvd.rpc.messages import (
 )
 from sparkhvd.rpc.protection import require_encryption
 from sparkhvd.rpc.registration import Introduction, TaskOffer
-from sparkhvd.task.devices import cuda_names, device_kind, selection, unless_set
+from sparkhvd.task.devices import cuda_names, device_kind, drop_user_variables, selection_variables
 from sparkhvd.task.elastic.commands import DriverLost, carry_out_commands
 from sparkhvd.task.elastic.worker import End, Lost, RunningWorkers, WorkerLocation
 from sparkhvd.task.host.host_hash import host_hash
@@ -56,7 +56,7 @@ _FOREVER = Deadline(math.inf)  # a suspended driver may resume; the connection e
 def run_lease(
     job: Job, membership: MembershipAddress, lease: int, batches: Iterator[pa.RecordBatch]
 ) -> Iterator[pa.RecordBatch]:
-    """Offer the slot of this task until the driver ends the lease; yields nothing.
+    """Offer the slot of this task until the driver ends the lease; yield nothing.
 
     Raises:
         LaunchError: this host cannot take part in the job, or the driver was lost.
@@ -91,7 +91,7 @@ def run_lease(
 
 def _describe(job: Job, lease: int) -> tuple[TaskOffer, int, int]:
     """Return the offer of this task, its number of cores and the id of its attempt."""
-    from pyspark import TaskContext  # noqa: PLC0415 - only tasks of Spark come here
+    from pyspark import TaskContext  # noqa: PLC0415 - only Spark tasks call this function
 
     context = TaskContext.get()
     if context is None:
@@ -111,13 +111,13 @@ def _describe(job: Job, lease: int) -> tuple[TaskOffer, int, int]:
 
 
 def _device_variables(job: Job, offer: TaskOffer) -> tuple[tuple[str, str], ...]:
-    """Return the variables that select the GPUs of this task: every worker sees only its own."""
-    own = offer.devices
-    return unless_set(selection(own, own), job.env) if own else ()
+    """Return the variables that let the workers of this task see only its GPUs."""
+    devices = offer.devices
+    return drop_user_variables(selection_variables(devices, devices), job.env) if devices else ()
 
 
 def _report(client: Client, end: End) -> None:
-    """Send the end of a worker to the driver; the worker's thread calls this."""
+    """Send the end of a worker to the driver. The worker's thread calls this function."""
     with suppress(OSError):  # the main thread notices by itself that the driver is lost
         if isinstance(end, Lost):
             client.send(WorkerLost(end.worker, end.failure.to_json()), Deadline.after(_SEND_SECONDS))
@@ -140,9 +140,10 @@ def _connect(job: Job, host: str) -> Client:
 
 
 def _offer_slot(client: Client, introduction: Introduction, parent: int) -> bool:
-    """Offer the slot, and return whether the driver accepted it; False if the job or this executor has ended.
+    """Offer the slot until the driver accepts it, and return True; False if the job or this executor has ended.
 
-    Another attempt of this task may still hold the lease: a speculative one, or one whose executor was just lost.
+    The driver rejects the offer while another attempt of this task holds the lease: a speculative one, or one whose
+    executor was just lost.
     """
     waiting = threading.Event()
     while os.getppid() == parent:

@@ -70,7 +70,7 @@ class ElasticWorker:
         membership: the address of the membership server, without a worker's number.
         defaults: environment variables that apply unless something else sets them.
         log: receives its output; its rank changes with every generation.
-        report: called once with how the worker ended, from the thread; not after ``stop``.
+        report: called at most once, from the thread, with the end of the worker; not called if ``stop`` ended it.
         variables: environment variables for ``fn``.
 
     Raises:
@@ -105,22 +105,22 @@ class ElasticWorker:
             config=replace(job.config, network_interfaces=",".join(job.nics)) if job.nics else job.config,
             membership=replace(membership, worker=number),
         )
-        own = (("SPARKHVD_LOG_LEVEL", str(job.log_level)), *variables)
+        all_variables = (("SPARKHVD_LOG_LEVEL", str(job.log_level)), *variables)
         path = changed_environment(env).get(IMPORT_PATH)
-        self._process.send(spec.WorkerSpec(context, job.payload, own, path, job.commits))
+        self._process.send(spec.WorkerSpec(context, job.payload, all_variables, path, job.commits))
         self._thread = threading.Thread(target=self._supervise, name="sparkhvd-elastic-worker", daemon=True)
         self._thread.start()
 
     def set_rank(self, rank: int) -> None:
-        """Note the rank of the worker in a new generation."""
+        """Set the rank under which logs and reports name the worker, in a new generation."""
         self._log.rank = rank
 
     def stop(self) -> None:
-        """Begin to end the worker, without waiting for its end."""
+        """Start to end the worker, without waiting until it has ended."""
         self._process.events.put(_Stop())
 
     def wait(self, deadline: Deadline) -> bool:
-        """Wait for the end of the worker, and return whether it has ended."""
+        """Wait until the worker has ended, and return whether it ended in time."""
         self._thread.join(deadline.remaining())
         return not self._thread.is_alive()
 
@@ -133,7 +133,7 @@ class ElasticWorker:
 
     def _await_end(self) -> None:
         process = self._process
-        phase, has_ended, deadline = STARTING, False, Deadline.after(JOB_SECONDS)
+        phase, fn_has_ended, deadline = STARTING, False, Deadline.after(JOB_SECONDS)
         while True:
             try:
                 event = process.events.get(timeout=deadline.remaining())
@@ -145,7 +145,7 @@ class ElasticWorker:
             elif isinstance(event, spec.Joined):
                 phase = CONNECTED
             elif isinstance(event, spec.FnEnded):
-                has_ended, deadline = True, Deadline.after(event.seconds)
+                fn_has_ended, deadline = True, Deadline.after(event.seconds)
             elif isinstance(event, spec.Returned):
                 self._return(event.content)
                 process.send(spec.Leave(EXIT_SECONDS))
@@ -169,7 +169,7 @@ class ElasticWorker:
                 return
             elif isinstance(event, Exited):
                 process.close(TERM_SECONDS)  # so that its stderr is complete
-                where = ENDED if has_ended else phase
+                where = ENDED if fn_has_ended else phase
                 self._lose(describe_exit(event.returncode), where, stderr_tail=process.output.stderr_tail())
                 return
             elif isinstance(event, _Stop):
@@ -178,7 +178,9 @@ class ElasticWorker:
     def _return(self, content: bytes) -> None:
         if len(content) > RESULT_CAP_BYTES:
             self._lose(
-                f"returned {len(content):,} bytes; the driver accepts at most {RESULT_CAP_BYTES:,} of all ranks", ENDED
+                f"returned {len(content):,} bytes; the driver accepts at most {RESULT_CAP_BYTES:,} bytes from all "
+                "ranks together",
+                ENDED,
             )
         else:
             self._report(WorkerResult(self._number, content))
@@ -192,11 +194,11 @@ class RunningWorkers:
     """The workers of one process, by number; used by one thread.
 
     Args:
-        job: their job.
+        job: the job of the workers.
         membership: the address of the membership server, without a worker's number.
         cpus: the number of cores of each worker.
         open_log: returns a destination for the output of one worker.
-        report: called once with how each worker ended, from a thread of its own; not after ``stop``.
+        report: called with the end of each worker, from a thread of the worker; not called if ``stop`` ended it.
         variables: environment variables for ``fn``.
     """
 
@@ -218,10 +220,8 @@ class RunningWorkers:
         self._workers: dict[int, ElasticWorker] = {}
 
     def start(self, number: int, location: WorkerLocation) -> None:
-        """Start a worker, or report that it did not start; forget those that have ended."""
-        ended = [known for known, one in self._workers.items() if one.wait(Deadline.after(0.0))]
-        for known in ended:
-            del self._workers[known]
+        """Start a worker, or report that it did not start."""
+        self._workers = {key: worker for key, worker in self._workers.items() if not worker.wait(Deadline.after(0.0))}
         log = self._open_log()
         try:
             self._workers[number] = ElasticWorker(
@@ -233,17 +233,17 @@ class RunningWorkers:
             self._report(Lost(number, FailureReport(number, location.host, why, phase=STARTING)))
 
     def set_rank(self, number: int, rank: int) -> None:
-        """See ``ElasticWorker``; does nothing for an unknown worker."""
+        """Set the rank of a worker in a new generation; do nothing if the worker is unknown."""
         if number in self._workers:
             self._workers[number].set_rank(rank)
 
     def stop(self, number: int) -> None:
-        """See ``ElasticWorker``; does nothing for an unknown worker."""
+        """Start to end a worker; do nothing if it is unknown."""
         if number in self._workers:
             self._workers[number].stop()
 
     def close(self, seconds: float) -> list[int]:
-        """End all workers, wait for their ends, and return the numbers of those that have not ended in time."""
+        """End all workers, and return the numbers of those that have not ended in time."""
         for worker in self._workers.values():
             worker.stop()
         deadline = Deadline.after(seconds)

@@ -61,19 +61,19 @@ class Examination:
     """The findings of one task.
 
     Attributes:
-        task_index: its index.
-        host: the name of its host in the cluster.
+        task_index: the index of the task.
+        host: the name of the task's host in the cluster.
         host_hash: equal for tasks that may share memory.
         versions: the versions of Python, sparkhvd and the installed packages that matter.
-        cpus: the number of its cores.
-        devices: the GPUs that Spark assigned to it.
-        device_kind: the kind of GPU of its rank; empty without one.
+        cpus: the number of the task's cores.
+        devices: the GPUs that Spark assigned to the task.
+        device_kind: the kind of GPU of the task's rank; empty without a GPU.
         shared_memory: the size of /dev/shm in bytes.
         orted: whether Open MPI's orted is on the PATH.
-        unreachable: an error message for every host that it cannot reach.
+        unreachable: an error message for every host that the task cannot reach.
         store: the problem with the Store; empty if there is none.
-        store_answer: the name of its answer in the Store; empty without a Store.
-        encryption: why it cannot encrypt; empty if it can or need not.
+        store_answer: the name of the task's answer in the Store; empty without a Store.
+        encryption: why the task cannot encrypt; empty if it can or need not.
     """
 
     task_index: int
@@ -108,8 +108,12 @@ class _IgnoreMessages:
 
 def versions() -> dict[str, str]:
     """Return the versions of Python, sparkhvd, pyspark and the installed packages that matter."""
-    own = {"python": platform.python_version(), "sparkhvd": sparkhvd.__version__, "pyspark": pyspark_version()}
-    return {**own, **installed_versions((*_PACKAGES, *packages_of_frameworks()))}
+    main_versions = {
+        "python": platform.python_version(),
+        "sparkhvd": sparkhvd.__version__,
+        "pyspark": pyspark_version(),
+    }
+    return {**main_versions, **installed_versions((*_PACKAGES, *packages_of_frameworks()))}
 
 
 def examine_task(request: ExaminationRequest, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -119,7 +123,7 @@ def examine_task(request: ExaminationRequest, batches: Iterator[pa.RecordBatch])
     for _ in batches:  # Spark requires its input to be read
         continue
     context, task = BarrierTaskContext.get(), current_task_info()
-    addresses, unknown = _addresses(request.nics, task)
+    addresses, nics_problems = _addresses(request.nics, task)
     with ExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="sparkhvd-preflight-store"))
         secret = _secret_of(task.index, request.secret)
@@ -130,42 +134,49 @@ def examine_task(request: ExaminationRequest, batches: Iterator[pa.RecordBatch])
         listening = [(address, server.port) for address, server in zip(addresses, servers, strict=True)]
         # The Store is checked in parallel with the network, because both may be slow.
         store_answer = pool.submit(_check_store, request.probe, f"{task.index}-{task.attempt}")
-        own = {"index": task.index, "host": task.host, "key": host_hash(), "addresses": listening}
-        gathered = [json.loads(message) for message in context.allGather(json.dumps(own))]
-        unreachable = (*unknown, *_unreachable(own, gathered, request.secret))
-        problem, name = store_answer.result()
-        has_several_hosts = len({task["key"] for task in gathered}) > 1
-        if has_several_hosts:  # tasks on a single host try no servers, and a barrier takes up to a second
+        own_report = {"index": task.index, "host": task.host, "key": host_hash(), "addresses": listening}
+        reports = [json.loads(message) for message in context.allGather(json.dumps(own_report))]
+        unreachable = (*nics_problems, *_unreachable(own_report, reports, request.secret))
+        store_problem, answer_name = store_answer.result()
+        has_several_hosts = len({report["key"] for report in reports}) > 1
+        if has_several_hosts:  # skipped on a single host, where tasks try no servers: a barrier takes up to a second
             context.barrier()  # servers stay open until all tasks have tried them
     encryption = encryption_problem(task.host) if request.encrypt else ""
-    examination = _examination(task, unreachable, problem, name, encryption)
+    examination = _examination(task, unreachable, store_problem, answer_name, encryption)
     yield row(task.index, EXAMINATION, 0, examination.to_json())
 
 
 def _addresses(nics: Sequence[str], task: TaskInfo) -> tuple[list[str], tuple[str, ...]]:
-    """Return the addresses that the rank of a task would offer, and the problem with ``nics`` on this host, if any.
+    """Return the addresses that the rank of a task would offer, and the problems with ``nics`` on this host.
 
-    Task 0 offers one address, which serves the rendezvous; the others offer all addresses.
+    Task 0 offers only the address at which it serves the rendezvous. Other tasks offer all addresses, or only one if
+    all tasks run on this machine.
     """
-    unknown: tuple[str, ...] = ()
-    first = address_to_bind(task.host, task.hosts)
+    nics_problems: tuple[str, ...] = ()
+    preferred = address_to_bind(task.host, task.hosts)
     try:
-        more = [interface.address for interface in candidates(nics, task.host, task.hosts)]
+        interface_addresses = [interface.address for interface in candidates(nics, task.host, task.hosts)]
     except LaunchError as error:
-        more, unknown = [], (str(error).rstrip("."),)
-    offered = more if nics and more else list(dict.fromkeys([first, *more]))
-    return (offered[:1] if task.index == 0 or is_loopback(first) else offered), unknown
+        interface_addresses, nics_problems = [], (str(error).rstrip("."),)
+    if nics and interface_addresses:
+        offered = interface_addresses
+    else:
+        offered = list(dict.fromkeys([preferred, *interface_addresses]))
+    return (offered[:1] if task.index == 0 or is_loopback(preferred) else offered), nics_problems
 
 
 def _secret_of(index: int, secret: bytes) -> bytes:
     """Return the secret of one task's servers.
 
-    Hosts may share an address, as on Docker's bridges. A task must not mistake its own server for another task's.
+    Secrets differ because hosts may share an address, as on Docker's bridges. With equal secrets, a task could mistake
+    its own server for another task's.
     """
     return hmac.digest(secret, f"task {index}".encode(), hashlib.sha256)
 
 
-def _examination(task: TaskInfo, unreachable: tuple[str, ...], problem: str, name: str, encryption: str) -> Examination:
+def _examination(
+    task: TaskInfo, unreachable: tuple[str, ...], store_problem: str, answer_name: str, encryption: str
+) -> Examination:
     return Examination(
         task_index=task.index,
         host=task.host,
@@ -177,8 +188,8 @@ def _examination(task: TaskInfo, unreachable: tuple[str, ...], problem: str, nam
         shared_memory=_size_of_shared_memory(),
         orted=shutil.which("orted") is not None,
         unreachable=unreachable,
-        store=problem,
-        store_answer=name,
+        store=store_problem,
+        store_answer=answer_name,
         encryption=encryption,
     )
 
@@ -191,15 +202,15 @@ def _size_of_shared_memory() -> int:
     return status.f_blocks * status.f_frsize
 
 
-def _unreachable(own: Mapping[str, Any], tasks: Sequence[Mapping[str, Any]], secret: bytes) -> tuple[str, ...]:
+def _unreachable(own_report: Mapping[str, Any], reports: Sequence[Mapping[str, Any]], secret: bytes) -> tuple[str, ...]:
     """Return an error for each host that this task cannot reach.
 
     The first task of each host tries the first task of every other host.
     """
     first_tasks: dict[str, Mapping[str, Any]] = {}
-    for task in sorted(tasks, key=lambda report: int(report["index"])):
+    for task in sorted(reports, key=lambda report: int(report["index"])):
         first_tasks.setdefault(str(task["key"]), task)
-    if first_tasks[str(own["key"])]["index"] != own["index"]:
+    if first_tasks[str(own_report["key"])]["index"] != own_report["index"]:
         return ()
 
     def attempt(task: Mapping[str, Any]) -> str:
@@ -209,12 +220,12 @@ def _unreachable(own: Mapping[str, Any], tasks: Sequence[Mapping[str, Any]], sec
                 addresses, _secret_of(task["index"], secret), Deadline.after(_CONNECT_SECONDS * len(addresses))
             ).close()
         except OSError as error:
-            return f"{own['host']} cannot reach {task['host']}: {error}".rstrip(".")
+            return f"{own_report['host']} cannot reach {task['host']}: {error}".rstrip(".")
         return ""
 
-    others = [task for key, task in first_tasks.items() if key != own["key"]]
+    others = [task for key, task in first_tasks.items() if key != own_report["key"]]
     with ThreadPoolExecutor(_MAX_PARALLEL, thread_name_prefix="sparkhvd-preflight") as pool:
-        return tuple(sentence for sentence in pool.map(attempt, others) if sentence)
+        return tuple(problem for problem in pool.map(attempt, others) if problem)
 
 
 def _check_store(probe: bytes | None, name: str) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""A host's side of the connection to the launcher, over the stdin and stdout of this process."""
+"""The host's side of the connection between a launcher and its process on a host."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class LauncherConnection:
         os.dup2(2, 1)  # user code that prints must not write between our messages
         os.write(output, MARKER)
         self._output = Connection(output, readable=False)
-        self._lock = threading.Lock()  # keeps messages whole
+        self._lock = threading.Lock()  # the messages of several threads must not interleave
 
     def receive(self) -> object:
         """Return the next message; raise ``EOFError`` when the launcher has ended."""
@@ -35,7 +35,7 @@ class LauncherConnection:
 
 
 def apply_setup(setup: HostSetup) -> None:
-    """Take over the environment, the import path and the working directory of the launcher's process."""
+    """Apply the environment, the import path and the working directory of the launcher's process to this one."""
     export({IMPORT_PATH: None, **setup.environment})
     sys.path[:0] = [entry for entry in setup.environment.get(IMPORT_PATH, "").split(os.pathsep) if entry]
     if Path(setup.folder).is_dir():

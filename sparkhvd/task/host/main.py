@@ -52,7 +52,7 @@ def _take_part(job: HostJob, launcher: LauncherConnection) -> dict[int, bytes | 
     indices = range(job.first_index, job.first_index + job.count)
     with ExitStack() as stack:
         port = 0
-        if job.serves:
+        if job.serves_rendezvous:
             server = RendezvousServer(job.token, address, encrypt=job.job.config.encrypt)
             stack.callback(server.close)
             port = server.port

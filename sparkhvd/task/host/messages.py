@@ -1,6 +1,7 @@
 """The messages between a launcher and its process on a host, over the stdin and stdout of that process.
 
-These are pickles: the pipes are private on this machine, and ssh authenticates and encrypts them to another.
+The messages are pickled, so both ends must trust each other. The pipes are private on this machine; ssh or Slurm
+connects them to another one.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from sparkhvd.rpc.registration import TaskOffer
 from sparkhvd.task.job import Job
 from sparkhvd.task.supervision import Outcome
 
-# Output before the marker belongs to the host (a message of the day, a shell's start files).
+# Output before the marker comes from the host itself, such as a message of the day or a shell's start files.
 MARKER = b"\nsparkhvd is ready\n"
 
 
@@ -35,13 +36,13 @@ class HostJob:
     """From launcher to host: the host's part of a job.
 
     Attributes:
-        setup: applied first.
+        setup: the settings to apply first.
         job: the job.
         host: the user's name for this host.
         hosts: the user's names for all hosts.
         first_index: the number of this host's first slot.
-        count: the number of its ranks.
-        serves: whether it serves the rendezvous.
+        count: the number of this host's ranks.
+        serves_rendezvous: whether this host serves the rendezvous.
         token: the job's secret.
     """
 
@@ -51,7 +52,7 @@ class HostJob:
     hosts: tuple[str, ...]
     first_index: int
     count: int
-    serves: bool
+    serves_rendezvous: bool
     token: bytes = field(repr=False)
 
 
@@ -62,13 +63,13 @@ class ElasticHostJob:
     ``StartWorker``, ``SetRank`` and ``StopWorker`` follow; the host answers with the end of each worker.
 
     Attributes:
-        setup: applied first.
+        setup: the settings to apply first.
         job: the job.
         host: the user's name for this host.
-        number: the number of this process of the host.
-        slots: the number of its slots, which share its cores.
+        number: the number of this process, unique within the job.
+        slots: the number of this host's slots, which share its cores.
         membership: the membership server of the driver, under all its addresses.
-        by_ssh: whether ssh has started the process, so that it knows one more address of the driver.
+        uses_ssh: whether ssh starts the process. Then ssh's variables name one more address of the driver.
     """
 
     setup: HostSetup
@@ -77,12 +78,12 @@ class ElasticHostJob:
     number: int
     slots: int
     membership: MembershipAddress
-    by_ssh: bool
+    uses_ssh: bool
 
 
 @dataclass(frozen=True)
 class HostReady:
-    """From host to launcher: how to reach its ranks. ``rendezvous_port`` is 0 unless the host serves the rendezvous."""
+    """From host to launcher: how to reach its ranks. ``rendezvous_port`` is 0 if another host serves the rendezvous."""
 
     offers: tuple[TaskOffer, ...]
     rendezvous_port: int

@@ -26,7 +26,7 @@ _POLL_SECONDS = 0.2
 
 
 class RankEnd:
-    """The exit of a worker that another process forked and reports over a link."""
+    """The end of a worker whose parent, a rank's process, reports it over a link."""
 
     def __init__(self, pid: int, link: FrameSocket) -> None:
         self.pid = pid
@@ -36,15 +36,15 @@ class RankEnd:
         try:
             ended = _receive(WorkerEnded, self._link, Deadline.after(400 * 86400.0))
         except (OSError, SparkHvdError):
-            return Exited(-9, by_launcher=True)  # its parent was killed, as orted does if SIGTERM is not enough
-        return Exited(ended.returncode, by_launcher=ended.by_launcher)
+            return Exited(-9, ended_by_launcher=True)  # orted kills the parent if SIGTERM does not end it
+        return Exited(ended.returncode, ended_by_launcher=ended.ended_by_launcher)
 
     def release(self) -> None:
         self._link.close()
 
 
 class RankListener:
-    """The Unix socket to which the ranks of this host connect; its name is abstract, so no file is left behind."""
+    """The Unix socket to which the ranks of this host connect. Its name is abstract, so it leaves no file behind."""
 
     def __init__(self) -> None:
         self.name = f"sparkhvd-{secrets.token_hex(8)}"
@@ -56,62 +56,62 @@ class RankListener:
         self._socket.listen(1024)
 
     def accept(
-        self, preload: Sequence[str], deadline: Deadline, given_up: Callable[[], bool]
+        self, preload: Sequence[str], deadline: Deadline, should_stop: Callable[[], bool]
     ) -> tuple[RankConnected, Spawned]:
         """Return the message of the next rank that connects, and its worker.
 
         Args:
             preload: modules that the worker imports first.
             deadline: the end of the wait.
-            given_up: polled during the wait; true ends it.
+            should_stop: polled during the wait; true ends the wait.
 
         Raises:
-            LaunchError: no rank connected.
+            LaunchError: no rank connected in time, or ``should_stop`` returned true.
         """
         while True:
             self._socket.settimeout(min(_POLL_SECONDS, max(deadline.remaining(), 0.001)))
             try:
                 connection, _ = self._socket.accept()
             except TimeoutError:
-                if given_up() or deadline.expired():
+                if should_stop() or deadline.expired():
                     raise LaunchError("no rank connected") from None
                 continue
             with connection, suppress(OSError, SparkHvdError, ValueError):
-                # After an error, the peer is not one of our ranks, or the rank has already ended, which orted reports.
+                # An error means that the peer is not one of our ranks, or that the rank has ended, which orted reports.
                 return self._accept_rank(connection, preload)
 
     def _accept_rank(self, connection: socket.socket, preload: Sequence[str]) -> tuple[RankConnected, Spawned]:
         deadline = Deadline.after(_HELLO_SECONDS)
-        with ExitStack() as failing:
-            link = failing.enter_context(closing(accept(connection, self._secret, deadline)))
-            started = _receive(RankConnected, link, deadline)
+        with ExitStack() as on_failure:
+            link = on_failure.enter_context(closing(accept(connection, self._secret, deadline)))
+            connected = _receive(RankConnected, link, deadline)
             link.send(encode(Preload(tuple(preload))), deadline)
-            own, other = socket.socketpair()
-            failing.callback(own.close)
+            control, worker_end = socket.socketpair()
+            on_failure.callback(control.close)
             read_out, write_out = os.pipe()
-            failing.callback(os.close, read_out)
+            on_failure.callback(os.close, read_out)
             read_err, write_err = os.pipe()
-            failing.callback(os.close, read_err)
+            on_failure.callback(os.close, read_err)
             try:
                 connection.settimeout(_HELLO_SECONDS)
-                socket.send_fds(connection, [b"x"], [other.fileno(), write_out, write_err])
+                socket.send_fds(connection, [b"x"], [worker_end.fileno(), write_out, write_err])
             finally:
-                other.close()
+                worker_end.close()
                 os.close(write_out)
                 os.close(write_err)
             pid = _receive(WorkerForked, link, deadline).pid
-            failing.pop_all()
-        return started, Spawned(RankEnd(pid, link), own, read_out, read_err)
+            on_failure.pop_all()
+        return connected, Spawned(RankEnd(pid, link), control, read_out, read_err)
 
     def close(self) -> None:
         self._socket.close()
         self._resources.close()
 
 
-def _receive(kind: type[T], link: FrameSocket, deadline: Deadline) -> T:
+def _receive(message_type: type[T], link: FrameSocket, deadline: Deadline) -> T:
     message = decode(link.receive(deadline))
-    if not isinstance(message, kind):
-        raise MessageError(f"A rank sent {type(message).__name__} instead of {kind.__name__}.")
+    if not isinstance(message, message_type):
+        raise MessageError(f"A rank sent {type(message).__name__} instead of {message_type.__name__}.")
     return message
 
 

@@ -51,13 +51,13 @@ from sparkhvd.task.worker.threads import thread_defaults
 
 # The interval at which a task that waits for the driver checks that the driver is alive.
 _DRIVER_CHECK_SECONDS = 2.0
-# The time for the driver to report why mpirun ended, before a task reports its own reason.
+# How long a task waits for the driver to report why mpirun ended, before it reports its own reason.
 _DRIVER_SECONDS = 5.0
-# The time for orted to report to mpirun that all ranks have succeeded.
+# How long a task waits for orted to end after all ranks of the host have succeeded.
 _ORTED_SECONDS = 3.0
 # The interval at which a host that waits for other hosts' ranks checks whether the job has ended.
 _POLL_SECONDS = 1.0
-# Each host publishes the ranks that ``mpirun`` started on it under a key of this prefix and the host's index.
+# The prefix of the keys under which the hosts publish the ranks that ``mpirun`` started; the host's index follows.
 _RANKS = "mpi/ranks/"
 
 
@@ -73,7 +73,7 @@ class _AssignedTask:
     driver: Client
 
     def report_phase(self, rank: int, phase: str) -> None:
-        """Report a rank's phase to the driver, without waiting: this connection carries no more requests."""
+        """Report a rank's phase to the driver without waiting for an answer; no requests follow on this connection."""
         offer = self.plan.slots[rank].offer
         with suppress(OSError):
             self.driver.send(
@@ -89,7 +89,7 @@ def serve(job: MpiJob, task: TaskInfo) -> dict[int, bytes | Outcome]:
         task: this task.
 
     Returns:
-        By rank, for the ranks that this task supervised: the pickled result, or the outcome of a job that failed.
+        The pickled results of the ranks that this task supervised, or the outcome of a job that failed, by rank.
 
     Raises:
         LaunchError: this task cannot register with the driver, or infrastructure was lost.
@@ -173,7 +173,7 @@ def _run_host_ranks(assigned: _AssignedTask, own_slots: list[Slot]) -> dict[int,
     """Let ``orted`` start the ranks of this host, and supervise them."""
     job, service = assigned.job.job, assigned.service
     with ExitStack() as stack:
-        # Closed last: a driver that no longer responds must not keep orted alive.
+        # Logs are closed last: a driver that no longer responds may delay this, which must not keep orted alive.
         logs = stack.enter_context(ExitStack())
         events: queue.SimpleQueue[object] = queue.SimpleQueue()
         stack.enter_context(_watching(assigned.plan, events))
@@ -181,7 +181,7 @@ def _run_host_ranks(assigned: _AssignedTask, own_slots: list[Slot]) -> dict[int,
         stack.callback(service.close)
         service.allow_start(_environment(job, assigned.task, listener))
         workers: dict[int, WorkerProcess] = {}
-        logs_of: dict[int, DriverLog] = {}
+        log_of_rank: dict[int, DriverLog] = {}
 
         def has_ended() -> bool:
             return service.orted_ended() is not None or not events.empty()
@@ -189,7 +189,7 @@ def _run_host_ranks(assigned: _AssignedTask, own_slots: list[Slot]) -> dict[int,
         try:
             while len(workers) < len(own_slots):
                 started, spawned = listener.accept(job.preload, assigned.deadline, has_ended)
-                log = logs_of[started.rank] = DriverLog(job)
+                log = log_of_rank[started.rank] = DriverLog(job)
                 logs.callback(log.close)
                 log.rank = started.rank
                 worker = workers[started.rank] = WorkerProcess(spawned, log)
@@ -200,8 +200,8 @@ def _run_host_ranks(assigned: _AssignedTask, own_slots: list[Slot]) -> dict[int,
             assigned = replace(assigned, plan=_plan_with_started_ranks(assigned, own_slots, list(workers), has_ended))
         except LaunchError:
             return {own_slots[0].world.rank: _not_started(assigned.plan, own_slots, list(workers), service)}
-        if 0 in logs_of:
-            write_device_map(assigned.plan.slots, logs_of[0])
+        if 0 in log_of_rank:
+            write_device_map(assigned.plan.slots, log_of_rank[0])
         for rank, worker in workers.items():
             worker.send(worker_spec(job, assigned.plan, assigned.plan.slots[rank]))
         contents = run_ranks(assigned.plan, workers, assigned.deadline, assigned.task.parent, assigned.report_phase)
@@ -225,9 +225,9 @@ def _wrong_number_of_ranks(started: RankConnected, plan: JobPlan, own_slots: Seq
 def _plan_with_started_ranks(
     assigned: _AssignedTask, own_slots: Sequence[Slot], ranks: Sequence[int], has_ended: Callable[[], bool]
 ) -> JobPlan:
-    """Return the plan with the ranks that ``mpirun`` started on each host.
+    """Return the plan, with the ranks that ``mpirun`` has started on each host.
 
-    The user's arguments of ``mpirun`` may have changed the order of the ranks.
+    These may differ from the assigned ranks, because the user's arguments of ``mpirun`` may change their order.
 
     Raises:
         LaunchError: the job ended before all hosts had published their ranks.
@@ -243,7 +243,7 @@ def _plan_with_started_ranks(
                 published = client.get_all(_RANKS, range(len(hosts)), assigned.deadline.capped(_POLL_SECONDS))
             except DeadlineExceededError:
                 if has_ended() or assigned.deadline.expired():
-                    raise LaunchError("not all hosts have their ranks") from None
+                    raise LaunchError("not all hosts have published their ranks") from None
     ranks_of = dict(zip(hosts, map(json.loads, published), strict=True))
     return replace(plan, slots=tuple(assign_started([slot.offer for slot in plan.slots], ranks_of)))
 
@@ -261,19 +261,19 @@ def _watching(plan: JobPlan, events: queue.SimpleQueue[object]) -> Iterator[Rend
 
 
 def _environment(job: Job, task: TaskInfo, listener: RankListener) -> dict[str, str]:
-    """Return the environment of ``orted`` and its ranks: this process's, the user's changes and connection data."""
-    own = {
+    """Return the environment of ``orted`` and its ranks: this process's, with the user's changes and ours."""
+    rank_variables = {
         EXECUTABLE: job.executable or sys.executable,
         FOLDER: str(Path.cwd()),
         RANK_SOCKET: listener.name,
         RANK_SECRET: listener.secret_path,
     }
-    changes = {IMPORT_PATH: import_path(job.executable), **dict(job.env), **own}
+    changes = {IMPORT_PATH: import_path(job.executable), **dict(job.env), **rank_variables}
     return changed_environment(changes, thread_defaults(task.cpus))
 
 
 def _not_started(plan: JobPlan, own_slots: Sequence[Slot], started: Sequence[int], service: TaskService) -> Outcome:
-    """Return the outcome of a job whose ranks did not all start. A reason from the driver or another host wins."""
+    """Return the outcome of a job whose ranks did not all start; other reports take precedence over this host's."""
     ended = service.orted_ended()
     if ended is not None:
         report = FailureReport(own_slots[0].world.rank, own_slots[0].offer.host, orted_failure(*ended))

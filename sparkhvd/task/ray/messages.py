@@ -1,4 +1,4 @@
-"""The messages between the driver of the ray launcher and its actors, which Ray carries.
+"""The messages that Ray carries between the driver of the ray launcher and its actors.
 
 Actors also send ``HostReady``, ``HostDone``, ``HostLost`` and ``Output``, like the host processes of the ssh launcher:
 an actor is a host of one rank.

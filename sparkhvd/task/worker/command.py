@@ -25,7 +25,7 @@ class CommandEndedError(LaunchError):
 
 
 def run_command(command: Sequence[str]) -> int:
-    """Run a program whose ``hvd.init()`` joins this rank's job, and return its exit code 0.
+    """Run a program whose ``hvd.init()`` joins this rank's job, and return 0 when it has succeeded.
 
     Raises:
         CommandEndedError: the program ended with another exit code, or could not be started.
@@ -35,12 +35,12 @@ def run_command(command: Sequence[str]) -> int:
         try:
             code = subprocess.call(list(command), env=changed_environment({INHERITED_CONTEXT: path}))
         except OSError as error:
-            hint = f". Start a Python file as: python {' '.join(command)}" if _is_python(command) else ""
+            hint = f". Start a Python file as: python {' '.join(command)}" if _is_python_file(command[0]) else ""
             raise CommandEndedError(f"could not start {command[0]!r}: {error.strerror or error}{hint}") from error
     if code != 0:
         raise CommandEndedError(f"{describe_exit(code)}: {' '.join(command)}", code)
     return code
 
 
-def _is_python(command: Sequence[str]) -> bool:
-    return command[0].endswith(".py")
+def _is_python_file(program: str) -> bool:
+    return program.endswith(".py")

@@ -8,21 +8,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Exited:
-    """The worker process ended.
+    """A worker process has ended.
 
     Attributes:
-        returncode: negative numbers are signals, as in ``subprocess``.
-        by_launcher: whether the program that started the ranks ended it, because something else had failed.
+        returncode: its return code; negative numbers are signals, as in ``subprocess``.
+        ended_by_launcher: whether the program that started the ranks ended it, because something else had failed.
     """
 
     returncode: int
-    by_launcher: bool = False
+    ended_by_launcher: bool = False
 
 
 def wait_for_child(pid: int) -> int:
-    """Block until a child has ended and return its ``returncode``; the child stays a zombie, so its id stays reserved.
+    """Block until a child has ended, and return its ``returncode``.
 
-    The child's process group has the same id, and may still have processes that must be ended.
+    The child stays a zombie, so its id stays reserved. The child's process group has the same id, and may still have
+    processes that must be ended.
     """
     status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     if status is None:

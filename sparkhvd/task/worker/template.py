@@ -1,8 +1,8 @@
 """Warm starts: a process that has imported the frameworks stays behind and forks the workers of later jobs.
 
-The first worker splits the template off after its own imports and before it runs any of the user's code. So the
-template needs no imports of its own. It serves all tasks of an executor, or all workers of a driver: they find it by
-the name of its socket, which depends on its imports. It ends with the executor or the driver.
+This process is the template. The first worker forks it off after its own imports and before it runs any of the user's
+code, so the template has nothing left to import. It serves all tasks of an executor, or all workers of a driver. They
+find it by the name of its socket, which depends on its imports. It ends with the executor or the driver.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ _NUMBER = struct.Struct("!q")
 _CREDENTIALS = struct.Struct("3i")  # the process, user and group at the other end of a socket
 _END = b"end"
 _FORK_SECONDS = 5.0
-# How long workers wait at most for the imports of the worker that splits the template off.
+# How long other workers wait for the imports of the worker that splits the template off.
 _SPLIT_SECONDS = 60.0
 _POLL_SECONDS = 0.02
-_LONGEST_POLL_SECONDS = 2_000_000.0
-_LONGEST_REQUEST = 8192
+_MAX_POLL_SECONDS = 2_000_000.0
+_MAX_REQUEST_BYTES = 8192
 _DESCRIPTORS = 4
-# Each template keeps the memory of its imports. There are as many as there are frameworks with an estimator.
-_MOST_TEMPLATES = 3
+# The limit per owner, because each template keeps the memory of its imports: one per framework with an estimator.
+_MAX_TEMPLATES = 3
 _SOCKETS = Path("/proc/net/unix")
 _THREADS = Path("/proc/self/task")
-_DESCRIPTORS_OPEN = Path("/proc/self/fd")
+_OPEN_DESCRIPTORS = Path("/proc/self/fd")
 # A process that has opened one of these files has started CUDA or ROCm, which a process forked from it cannot use.
 _GPU_DRIVERS = frozenset({"/dev/nvidia-uvm", "/dev/kfd"})
 _CURRENT_FOLDER = Path("/proc/self/cwd")
@@ -67,15 +67,15 @@ _RESTARTED_THREADS = frozenset({"jemalloc_bg_thd"})
 
 @dataclass(frozen=True)
 class Origin:
-    """The inputs that determine a worker's state after its imports. Only workers of equal origins share a template.
+    """The inputs that determine a worker's state after its imports. Only workers with equal origins share a template.
 
     Attributes:
         owner: the id of the process with which the template ends. It is the process that starts the workers; in a task
             of Spark, it is the parent, which starts Spark's Python workers and lives as long as the executor.
         command: Python and the modules to import.
         environment: all variables except that of the scratch folder.
-        folder: the current folder, with its device and inode: another folder may have taken its name.
-        installed: when a package was last installed or removed, see ``_installed``.
+        folder: the path, device and inode of the current folder, because another folder may get the same path.
+        installed: when packages were last installed or removed; see ``_installed``.
         inherited: other state that a process inherits from the thread that starts it, such as limits and the umask.
     """
 
@@ -125,12 +125,12 @@ def _inherited() -> tuple[str, ...]:
 
 
 def _prefix(owner: int) -> str:
-    """Return the prefix of an owner's template names, with the namespace of its process id."""
+    """Return the prefix of the socket names of an owner's templates; it contains the namespace of the process id."""
     return f"\0sparkhvd-warm-{os.geteuid()}-{Path('/proc/self/ns/pid').stat().st_ino}-{owner}-"
 
 
 class ForkedProcess:
-    """The end of a worker that a template forked; the worker's parent reports it."""
+    """The end of a worker that a template forked. The worker's parent reports it."""
 
     def __init__(self, pid: int, parent: socket.socket, scratch: str | None) -> None:
         self.pid = pid
@@ -139,7 +139,7 @@ class ForkedProcess:
 
     def wait(self) -> Exited:
         returncode = _receive_number(self._parent)
-        return Exited(-signal.SIGKILL if returncode is None else returncode)  # None: the parent was killed
+        return Exited(-signal.SIGKILL if returncode is None else returncode)  # None if the parent was killed
 
     def release(self) -> None:
         with self._parent, contextlib.suppress(OSError):
@@ -150,7 +150,7 @@ class ForkedProcess:
 
 @dataclass(frozen=True)
 class Offer:
-    """The descriptors with which a worker splits a template off; close them once the worker has been started.
+    """The descriptors that a worker needs to split a template off; close them once the worker has been started.
 
     Attributes:
         listener: the bound socket of the template, which listens once it is ready.
@@ -178,18 +178,18 @@ class Templates:
     def fork(self, origin: Origin, descriptors: Sequence[int]) -> ForkedProcess | Offer | None:
         """Fork a worker from the template of its origin.
 
-        If another worker is about to split the template off, wait for it. The wait is as long as this worker's own
-        imports would be, but uses no processor time and little memory. After a failure, the origin's next workers do
-        not wait.
+        If another worker is about to split the template off, this method waits for it. The wait takes as long as this
+        worker's own imports would, but uses no processor time and little memory. After a failure, the next workers of
+        this origin do not wait.
 
         Args:
             origin: the origin of the worker.
             descriptors: the worker's private socket, stdout and stderr.
 
         Returns:
-            The worker. If there is no template, an offer for a new worker to split it off; None if that is not
-            possible. A worker that is forked too late ends, because its private socket is closed once the caller has
-            closed the descriptors. No other worker has its scratch folder.
+            The worker. If there is no template, the offer with which a new worker can split one off, or None if that is
+            not possible. A worker that the template forks too late ends by itself: its private socket closes when the
+            caller closes the descriptors. It shares its scratch folder with no other worker.
         """
         address, deadline = origin.address, Deadline.after(_SPLIT_SECONDS)
         is_first = True
@@ -197,7 +197,7 @@ class Templates:
             if (listener := _bind(address)) is not None:
                 if is_first:
                     return _offer(origin, listener)
-                listener.close()  # the other worker has ended, or cannot split the template off
+                listener.close()  # the other worker has ended or cannot split the template off
                 self._failed.add(hash(origin))
             if deadline.expired():  # another process has taken the name and does not answer
                 self._failed.add(hash(origin))
@@ -208,14 +208,14 @@ class Templates:
         self._failed.discard(hash(origin))
         scratch = make_scratch()  # after the wait, because this process may be killed during the wait
         try:
-            own, other = socket.socketpair()
-            own.settimeout(_FORK_SECONDS)
-            with link, other, contextlib.suppress(OSError):
-                socket.send_fds(link, [pickle.dumps(scratch)], [*descriptors, other.fileno()])
-            if (pid := _receive_number(own)) is not None:
-                own.settimeout(None)
-                return ForkedProcess(pid, own, scratch)
-            own.close()
+            parent_link, parent_end = socket.socketpair()
+            parent_link.settimeout(_FORK_SECONDS)
+            with link, parent_end, contextlib.suppress(OSError):
+                socket.send_fds(link, [pickle.dumps(scratch)], [*descriptors, parent_end.fileno()])
+            if (pid := _receive_number(parent_link)) is not None:
+                parent_link.settimeout(None)
+                return ForkedProcess(pid, parent_link, scratch)
+            parent_link.close()
         except BaseException:
             remove_scratch(scratch)
             raise
@@ -233,12 +233,15 @@ def _offer(origin: Origin, listener: socket.socket) -> Offer | None:
     except OSError:  # the owner has just ended, or the kernel is older than Linux 5.3
         listener.close()
         return None
-    _end_oldest(origin.owner, _MOST_TEMPLATES - 1)
+    _end_oldest(origin.owner, _MAX_TEMPLATES - 1)
     return offer
 
 
 def _descriptor_of(process: int) -> int:
-    """Return a descriptor of a process; a Python built on an old Linux, such as conda's, lacks ``pidfd_open``."""
+    """Return a descriptor of a process.
+
+    A Python that was built on an old Linux, such as conda's, lacks ``pidfd_open``.
+    """
     if hasattr(os, "pidfd_open"):
         return os.pidfd_open(process)
     descriptor = int(ctypes.CDLL(None, use_errno=True).syscall(_PIDFD_OPEN, process, 0))
@@ -247,12 +250,12 @@ def _descriptor_of(process: int) -> int:
     return descriptor
 
 
-def _end_oldest(owner: int, spared: int) -> None:
-    """End the templates of an owner, except for the ``spared`` newest."""
+def _end_oldest(owner: int, kept: int) -> None:
+    """End all templates of an owner but the ``kept`` newest."""
     with contextlib.ExitStack() as stack:
         links = [stack.enter_context(link) for name in _addresses(owner) if (link := _connect(name)) is not None]
         links.sort(key=_start_time, reverse=True)
-        for link in links[spared:]:
+        for link in links[kept:]:
             with contextlib.suppress(OSError):  # it has just ended
                 link.sendall(_END)
 
@@ -287,7 +290,7 @@ def _connect(address: str) -> socket.socket | None:
     try:
         link.settimeout(_FORK_SECONDS)
         link.connect(address)
-        if _is_own(link):
+        if _is_same_user(link):
             return link
     except OSError:
         pass
@@ -295,8 +298,8 @@ def _connect(address: str) -> socket.socket | None:
     return None
 
 
-def _is_own(link: socket.socket) -> bool:
-    """Return whether the other end belongs to this user: anyone on this host may bind or connect to a name."""
+def _is_same_user(link: socket.socket) -> bool:
+    """Return whether the other end belongs to this user; any user of this host may bind or connect to a name."""
     return _credentials(link)[1] == os.geteuid()
 
 
@@ -312,15 +315,15 @@ def split_off_template(
     """Fork the template, which serves until its owner ends or it is idle for too long.
 
     Call it in the main thread, because a fork copies only the calling thread. No template is forked if an import has
-    started threads that its library needs, or has started the driver of the GPUs, as Keras on PyTorch does.
+    started threads, which a fork would end, or the driver of the GPUs, as Keras on PyTorch does.
 
     Args:
         offer: the template's descriptors, which this function closes.
         idle_seconds: how long the template waits for the next request.
         control: this worker's private socket, which the template closes.
-        known_threads: threads from before the imports that a fork may lose: the thread that reads ``control``, and the
-            threads of NumPy's BLAS, which starts them again. Other threads of Python, such as those that a
-            ``sitecustomize`` starts, are not among them.
+        known_threads: threads from before the imports that a fork may end: the thread that reads ``control``, and the
+            threads of NumPy's BLAS, which starts them again. They exclude other Python threads, such as those that a
+            ``sitecustomize`` starts.
 
     Returns:
         None in this process; in every worker that the template forks, the descriptor of its private socket.
@@ -332,29 +335,30 @@ def split_off_template(
         if _has_started_gpu_driver():
             logger.debug("No warm start: an import has started the driver of the GPUs, which a fork would break.")
             return None
-        waiting, leaving = os.pipe()
+        ready_reader, ready_writer = os.pipe()
         if os.fork() != 0:
-            os.close(leaving)
-            # The end of this worker's process group must not end the template, and a job that follows must find it.
-            _readable([waiting], _FORK_SECONDS)
-            os.close(waiting)
+            os.close(ready_writer)
+            # Wait until the template has left this worker's process group, so that it does not end with the group, and
+            # until it listens, so that the next job finds it.
+            _readable([ready_reader], _FORK_SECONDS)
+            os.close(ready_reader)
             return None
         try:
-            os.close(waiting)
+            os.close(ready_reader)
             os.setsid()  # the template outlives the process group of this worker
             offer.listener.listen()
-            os.close(leaving)
-            own_name = _COMMAND_NAME.read_text().rstrip("\n")
+            os.close(ready_writer)
+            worker_name = _COMMAND_NAME.read_text().rstrip("\n")
             _COMMAND_NAME.write_text(TEMPLATE_NAME)
             control.close()
             null_device = os.open(os.devnull, os.O_RDWR)
             _redirect(null_device, null_device)
-            return _serve(offer, idle_seconds, own_name)
+            return _serve(offer, idle_seconds, worker_name)
         except BaseException:  # noqa: BLE001 - an unsupervised process must not run a worker's code
             os._exit(1)
 
 
-def _serve(offer: Offer, idle_seconds: float, name: str) -> int:
+def _serve(offer: Offer, idle_seconds: float, worker_name: str) -> int:
     """Fork a worker for every request; return only in a worker."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nothing waits for the parents of the workers
     sources = _sources()
@@ -368,7 +372,7 @@ def _serve(offer: Offer, idle_seconds: float, name: str) -> int:
         # A separate process waits for the worker, so that the template may end first.
         if len(descriptors) == _DESCRIPTORS and os.fork() == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            _COMMAND_NAME.write_text(name)
+            _COMMAND_NAME.write_text(worker_name)
             control, stdout, stderr, report = descriptors
             if (pid := os.fork()) != 0:
                 offer.close()
@@ -381,11 +385,11 @@ def _serve(offer: Offer, idle_seconds: float, name: str) -> int:
 
 
 def _readable(descriptors: Sequence[int], seconds: float) -> set[int]:
-    """Wait until one of the descriptors can be read; their numbers may be too large for ``select``."""
-    poll = select.poll()
+    """Wait until descriptors can be read, and return them; empty after ``seconds``."""
+    poll = select.poll()  # select.select does not support large descriptors
     for descriptor in descriptors:
         poll.register(descriptor, select.POLLIN)
-    return {descriptor for descriptor, _ in poll.poll(min(seconds, _LONGEST_POLL_SECONDS) * 1000)}
+    return {descriptor for descriptor, _ in poll.poll(min(seconds, _MAX_POLL_SECONDS) * 1000)}
 
 
 def _sources() -> dict[str, tuple[int, int]]:
@@ -402,7 +406,7 @@ def _sources() -> dict[str, tuple[int, int]]:
 
 
 def _file_state(path: str) -> tuple[int, int]:
-    state = os.stat(path)  # noqa: PTH116 - a path object for each of thousands takes as long as this
+    state = os.stat(path)  # noqa: PTH116 - thousands of path objects would double the time
     return state.st_mtime_ns, state.st_size
 
 
@@ -414,22 +418,22 @@ def _have_changed(sources: dict[str, tuple[int, int]]) -> bool:
 
 
 def _receive_request(listener: socket.socket) -> tuple[bytes, list[int]]:
-    """Return the request of the next caller and its descriptors; nothing for a caller of another user."""
+    """Return the next request and its descriptors; empty if the caller is lost or belongs to another user."""
     try:
         link, _ = listener.accept()
         with link:
             link.settimeout(_FORK_SECONDS)
-            if _is_own(link):
-                request, descriptors, _, _ = socket.recv_fds(link, _LONGEST_REQUEST, _DESCRIPTORS)
+            if _is_same_user(link):
+                request, descriptors, _, _ = socket.recv_fds(link, _MAX_REQUEST_BYTES, _DESCRIPTORS)
                 return request, descriptors
     except OSError:
         logger.debug("A caller of the warm process was lost.", exc_info=True)
     return b"", []
 
 
-def _report_end(pid: int, report: socket.socket, of_worker: Sequence[int]) -> NoReturn:
-    """Send the id of the worker, then its ``returncode``; keep the id reserved until the link closes."""
-    for descriptor in of_worker:
+def _report_end(pid: int, report: socket.socket, worker_descriptors: Sequence[int]) -> NoReturn:
+    """Send the id of the worker, then its ``returncode``; keep the id reserved until the other end closes."""
+    for descriptor in worker_descriptors:
         os.close(descriptor)
     with contextlib.suppress(OSError):  # the process that started the worker is gone
         report.sendall(_NUMBER.pack(pid))
@@ -469,7 +473,7 @@ def _receive_number(link: socket.socket) -> int | None:
 
 
 def _has_started_gpu_driver() -> bool:
-    for link in _DESCRIPTORS_OPEN.iterdir():
+    for link in _OPEN_DESCRIPTORS.iterdir():
         with contextlib.suppress(OSError):  # the descriptor that lists the folder
             if str(link.readlink()) in _GPU_DRIVERS:
                 return True

@@ -27,7 +27,7 @@ def payload(header: bytes, raw: bytes = b"") -> bytes:
     return struct.pack(">I", len(header)) + header + raw
 
 
-ENDED = b'{"type": "WorkerEnded", "returncode": 0, "by_launcher": %s}'
+ENDED = b'{"type": "WorkerEnded", "returncode": 0, "ended_by_launcher": %s}'
 PROBE = b'{"type": "ProbeServers", "servers": %s}'
 
 
@@ -46,7 +46,7 @@ PROBE = b'{"type": "ProbeServers", "servers": %s}'
         (payload(b'{"type": "Started", "num_proc": true}'), "must be of type int, got bool"),
         (payload(b'{"type": "Started", "num_proc": 1}', b"more"), "carries 4 unexpected bytes after its header"),
         (payload(b'{"type": "Output", "rank": "0", "stream": "stdout"}'), "must be of type int, got str"),
-        (payload(ENDED % b"1"), r"WorkerEnded\.by_launcher must be of type bool, got int"),
+        (payload(ENDED % b"1"), r"WorkerEnded\.ended_by_launcher must be of type bool, got int"),
         (
             payload(b'{"type": "Register", "registration": {}}'),
             r"registration must have the fields \['attempt'",
