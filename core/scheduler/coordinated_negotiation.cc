@@ -25,7 +25,7 @@ constexpr size_t kLengthBytes = sizeof(uint32_t);
 constexpr double kPatienceShare = 0.5;
 constexpr double kPatienceSeconds = 2.0;
 
-// Returns the message after its length, padded to a whole frame.
+// Returns the length of the message and the message, padded to at least one frame.
 std::vector<std::byte> Pack(const std::vector<std::byte>& message) {
   std::vector<std::byte> packed(std::max(kFrameBytes, kLengthBytes + message.size()));
   const auto length = static_cast<uint32_t>(message.size());
@@ -99,7 +99,7 @@ bool Equal(ConstBytes one, ConstBytes other) {
          (one.empty() || std::memcmp(one.data(), other.data(), one.size()) == 0);
 }
 
-// Appends `next`, whose ranks follow those of `messages`.
+// Appends `next`, whose ranks follow those of `messages`, or merges it with an equal last message.
 void Append(std::vector<RankedMessage>& messages, const RankedMessage& next) {
   if (!messages.empty() && Equal(messages.back().content, next.content)) {
     messages.back().count += next.count;
@@ -168,7 +168,7 @@ class CoordinatedNegotiation final : public Negotiation {
     return Status();
   }
 
-  // Adds the messages of the ranks below, which are views of their frames.
+  // Appends the messages of the ranks below. Their contents are views of `frames_`.
   Status AddFromBelow(std::vector<RankedMessage>& messages) const {
     for (size_t i = 0; i < frames_.size(); ++i) {
       const auto& [rank, end] = place_.children[i];
@@ -179,7 +179,7 @@ class CoordinatedNegotiation final : public Negotiation {
     return Status();
   }
 
-  // Sends the messages of this rank and those below, and starts to wait for the answer.
+  // Starts to send the messages of this rank and the ranks below, and to receive the answer.
   Status Report() {
     const std::vector<std::byte> own = Encode(own_);
     std::vector<RankedMessage> messages = {

@@ -1,4 +1,4 @@
-"""The variables of a Keras model and of its optimizer: which ones the ranks share, and how they become equal."""
+"""The variables of a Keras model and its optimizer: which ones the ranks share, and a broadcast that equalizes them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def is_built(model: Any) -> bool:
 def seed_states(model: Any) -> list[Any]:
     """Return the states of the random generators of a model's layers (dropout, noise), each once."""
     layers = [model, *model._flatten_layers(include_self=False)]  # noqa: SLF001
-    return list({id(g.state): g.state for layer in layers for g in layer._seed_generators}.values())  # noqa: SLF001
+    generators = [generator for layer in layers for generator in layer._seed_generators]  # noqa: SLF001
+    return list({id(generator.state): generator.state for generator in generators}.values())
 
 
 def shared_variables(model: Any, optimizer: Any) -> list[Any]:
@@ -31,7 +32,7 @@ def shared_variables(model: Any, optimizer: Any) -> list[Any]:
 
     Args:
         model: the model.
-        optimizer: its optimizer, which is built first; None if there is none.
+        optimizer: its optimizer, or None. If it is not built yet, this function builds it.
     """
     if optimizer is not None and not optimizer.built:
         optimizer.build(model.trainable_variables)
@@ -46,14 +47,14 @@ def broadcast_variables(variables: list[Any], root_rank: int = 0) -> None:
     """Overwrite Keras variables with those of ``root_rank``, on any backend.
 
     Args:
-        variables: the same on all ranks in the same order.
+        variables: the variables, which must be the same on all ranks, in the same order.
         root_rank: the rank whose values are sent.
     """
     communicator = session.current()
     handles = []
     for index, variable in enumerate(variables):
         value = np.require(keras.ops.convert_to_numpy(variable), requirements="C")
-        # Random seeds have uint32, for example, which collectives do not support.
+        # Values are sent as bytes, because collectives do not support all dtypes, such as the uint32 of random seeds.
         handle = communicator.broadcast_async(as_bytes(value), root_rank, name=f"keras_variable.{index}")
         handles.append((variable, value, handle))
     for variable, value, handle in handles:

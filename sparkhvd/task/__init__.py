@@ -10,8 +10,7 @@ __all__ = ["get_available_devices"]
 def get_available_devices() -> list[str]:
     """Return the GPUs of the calling rank by their CUDA names, like ``["2"]``.
 
-    These are the GPUs that Spark assigned to the rank's task; the list is empty when it assigned none. In the
-    rank's CUDA_VISIBLE_DEVICES, the first of them is device ``hvd.local_rank()``, or device 0 if the rank sees only its
-    own GPUs.
+    These are the GPUs that Spark or Ray assigned to the rank; the list is empty without an assignment. The first one is
+    device ``hvd.local_rank()`` in the rank's CUDA_VISIBLE_DEVICES, or device 0 if the rank sees only its own GPUs.
     """
     return own_devices()

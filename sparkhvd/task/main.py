@@ -42,7 +42,7 @@ from sparkhvd.task.worker.threads import thread_defaults
 def run_task(job: Job, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Run one rank and yield rows of ``RESULT_SCHEMA``.
 
-    A failing rank yields a row. Only lost infrastructure raises, which makes Spark retry the stage.
+    A failing rank yields a row. An exception means that infrastructure was lost, and makes Spark retry the stage.
     """
     with ExitStack() as stack:
         log = DriverLog(job)
@@ -50,48 +50,49 @@ def run_task(job: Job, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordB
         task = current_task_info()
         if job.config.encrypt:
             require_encryption(task.host)
-        line = stack.enter_context(closing(DriverConnection(job, task))) if job.driver_connection else None
+        driver = stack.enter_context(closing(DriverConnection(job, task))) if job.driver_connection else None
         defaults = thread_defaults(task.cpus)
-        spawned, unstarted = spawn_or_substitute(
+        spawned, start_problem = spawn_or_substitute(
             dict(job.env), defaults, job.preload, job.executable, job.config.warm_seconds
         )
         worker = WorkerProcess(spawned, log)
         stack.callback(worker.close)
         # An executor's JVM may exit when a stage is cancelled while a task waits in Spark's all-gather. Therefore no
-        # task waits there for another task's rows: introductions are exchanged first.
-        first = job.has_rows and (line is None or not line.is_open())
-        rows = None if first else _received(job, batches, stack)
-        plan, unknown, by_spark = _gather(job, task, line, stack)
-        slot = next(one for one in plan.slots if one.offer.task_index == task.index)
+        # task may wait there for another task's rows: without the driver, introductions are exchanged before the rows
+        # are read.
+        gathers_first = job.has_rows and (driver is None or not driver.is_open())
+        rows = None if gathers_first else _spool_rows(job, batches, stack)
+        plan, nics_problem, used_spark = _gather(job, task, driver, stack)
+        slot = next(candidate for candidate in plan.slots if candidate.offer.task_index == task.index)
         log.rank = slot.world.rank
         if slot.world.rank == 0:
             log.started()
-        paths, problem = _received(job, batches, stack) if rows is None else rows
-        if job.has_rows and by_spark:
+        paths, rows_problem = _spool_rows(job, batches, stack) if rows is None else rows
+        if job.has_rows and used_spark:
             await_rows(plan, slot)
         deadline = Deadline.after(job.start_timeout)  # reading rows may have taken any time
-        if line is not None:
-            line.attend(slot.world.rank, worker.events)
+        if driver is not None:
+            driver.attend(slot.world.rank, worker.events)
         worker.output.start()
         if slot.world.rank == 0:
             write_device_map(plan.slots, log)
             # Without driver connections, the driver does not receive the offers.
-            if line is None and (warning := different_versions(job.versions, [one.offer for one in plan.slots])):
+            if driver is None and (warning := different_versions(job.versions, [other.offer for other in plan.slots])):
                 log.write("stderr", warning.encode())
-        if problem is not None:
-            worker.events.put(Raised(str(problem), "", secondary=False))
-        elif unstarted:
-            worker.events.put(FailureReport(slot.world.rank, slot.offer.host, unstarted))
-        elif refused := unknown or mixed_devices([one.offer for one in plan.slots], job):
-            worker.events.put(FailureReport(slot.world.rank, slot.offer.host, refused, kind=LAUNCH))
+        if rows_problem is not None:
+            worker.events.put(Raised(str(rows_problem), "", secondary=False))
+        elif start_problem:
+            worker.events.put(FailureReport(slot.world.rank, slot.offer.host, start_problem))
+        elif problem := nics_problem or mixed_devices([other.offer for other in plan.slots], job):
+            worker.events.put(FailureReport(slot.world.rank, slot.offer.host, problem, kind=LAUNCH))
         else:
             worker.send(worker_spec(job, plan, slot, given_rows_variable(paths)))
-        report_phase = line.report_phase if line is not None else lambda _: None
+        report_phase = driver.report_phase if driver is not None else lambda _: None
         content = supervise_rank(plan, slot, worker, deadline, report_phase=report_phase)
     yield from result_rows(slot.world.rank, content)
 
 
-def _received(
+def _spool_rows(
     job: Job, batches: Iterator[pa.RecordBatch], stack: ExitStack
 ) -> tuple[Mapping[str, str], StoreError | None]:
     """Spool the rows of this task; return their files by split, and the error that stopped the spooling, if any."""
@@ -110,19 +111,19 @@ def _received(
         return {}, problem or error
 
 
-def _gather(job: Job, task: TaskInfo, line: DriverConnection | None, stack: ExitStack) -> tuple[JobPlan, str, bool]:
+def _gather(job: Job, task: TaskInfo, driver: DriverConnection | None, stack: ExitStack) -> tuple[JobPlan, str, bool]:
     """Exchange introductions among the tasks; task 0 serves the rendezvous.
 
     Returns:
         The plan; the problem with the job's ``nics`` on this host, empty when there is none; and whether the tasks used
         Spark's all-gather, which does not wait for rows.
     """
-    bind_host, unknown = address_to_bind(task.host, task.hosts), ""
+    bind_host, nics_problem = address_to_bind(task.host, task.hosts), ""
     if job.nics:
         try:
             bind_host = candidates(job.nics, task.host, task.hosts)[0].address
         except LaunchError as error:  # a retry by Spark would fail the same way
-            unknown = str(error)
+            nics_problem = str(error)
     port = 0
     if task.index == 0:
         server = RendezvousServer(_token(job, task.attempt), bind_host, encrypt=job.config.encrypt)
@@ -138,16 +139,17 @@ def _gather(job: Job, task: TaskInfo, line: DriverConnection | None, stack: Exit
         local_versions(job.versions),
         yarn_container(),
     )
-    own = Introduction(task.attempt, offer, port)
-    tasks = line.exchange_introductions(own) if line is not None else None
-    by_spark = tasks is None
-    if tasks is None:
-        messages = all_gather(json.dumps(asdict(own)), job, task)
-        tasks = tuple(from_json_fields(Introduction, json.loads(message)) for message in messages)
-    first = next(task for task in tasks if task.offer.task_index == 0)
+    introduction = Introduction(task.attempt, offer, port)
+    introductions = driver.exchange_introductions(introduction) if driver is not None else None
+    used_spark = introductions is None
+    if introductions is None:
+        messages = all_gather(json.dumps(asdict(introduction)), job, task)
+        introductions = tuple(from_json_fields(Introduction, json.loads(message)) for message in messages)
+    first = next(other for other in introductions if other.offer.task_index == 0)
     rendezvous = (first.offer.bind_host, first.port)
-    slots = assign([task.offer for task in tasks])
-    return JobPlan(tuple(slots), (rendezvous,), _token(job, first.attempt), job.config.encrypt), unknown, by_spark
+    slots = assign([other.offer for other in introductions])
+    plan = JobPlan(tuple(slots), (rendezvous,), _token(job, first.attempt), job.config.encrypt)
+    return plan, nics_problem, used_spark
 
 
 def _token(job: Job, attempt: int) -> bytes:

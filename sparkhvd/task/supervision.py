@@ -1,9 +1,10 @@
 """Supervision of one worker until the whole job has an outcome.
 
-Tasks agree through two kinds of rendezvous keys, which keep their first value:
+Tasks agree through these rendezvous keys, which keep their first value:
 
 - ``outcome``: the report of the first failing rank, or empty once all ranks have returned;
-- ``finished/<rank>``: the size of the result of a rank whose worker has ended.
+- ``finished/<rank>``: the size of the result of a rank whose worker has ended;
+- ``left/<rank>``: set once the task of a rank has read the outcome.
 
 So the first failure wins, every task receives it, and every task ends.
 """
@@ -41,23 +42,23 @@ OUTCOME = "outcome"
 _FINISHED, _LEFT = "finished/", "left/"
 # A job may run for weeks. Events end these waits, and the loss of the server is an event.
 JOB_SECONDS = 400 * 86400.0
-# For one request to the rendezvous server, which responds at once unless its host is overloaded.
+# The time limit of one request to the rendezvous server, which responds at once unless its host is overloaded.
 NOTE_SECONDS = 30.0
-# How long a worker may take to end after another rank's failure: by itself, because its collectives fail, and then
-# after SIGTERM. With the time for the last output, the sum stays below 5 s, the promised limit for a failed job.
+# How long a worker may take to end after another rank's failure: first by itself, because its collectives fail, and
+# then after SIGTERM. With the time for the last output, the sum stays below 5 s, the promised limit for a failed job.
 GRACE_SECONDS = 1.5
 TERM_SECONDS = 1.0
 # If a rank fails because it lost another rank, it waits this long for that rank's report.
 _SECONDARY_SECONDS = 4.0
-# The time for a process to end after fn has returned, while the user's exit handlers run.
+# How long a worker may take to end after fn has returned, while the user's exit handlers run.
 EXIT_SECONDS = 10.0
 _NO_RESULT = (
     "did not deliver the result of fn within {seconds:g} s (SPARKHVD_RESULT_TIMEOUT) after fn ended: it is still "
     "pickling the result or leaving the job. Return plain data, or write large results to a Store and return their path"
 )
-# The interval at which a waiting task checks that its executor lives; nothing else reports the end of the executor.
+# The interval at which a waiting task checks that its executor is alive; nothing else reports the executor's end.
 _PARENT_CHECK_SECONDS = 5.0
-# The time for the other ranks to end after a failure, and the interval of the check.
+# How long the other ranks may take to end after a failure, and the interval at which rank 0 checks for one.
 _FAILED_SECONDS = 6.0
 _POLL_SECONDS = 1.0
 
@@ -71,7 +72,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class ServerLost:
-    """The task that serves the rendezvous is lost."""
+    """The rendezvous server, this task's executor or the driver's host is lost."""
 
     why: str
 
@@ -137,7 +138,7 @@ def supervise(worker: WorkerProcess, job: Supervision) -> bytes | Outcome:
         worker.close(TERM_SECONDS)
         return event
     worker.close(TERM_SECONDS)
-    raise _lost(job, event)
+    raise _launch_error(job, event)
 
 
 def _release_worker(worker: WorkerProcess, job: Supervision) -> None:
@@ -156,8 +157,8 @@ def _release_worker(worker: WorkerProcess, job: Supervision) -> None:
 
 def _first_end(worker: WorkerProcess, job: Supervision) -> Returned | FailureReport | Outcome | ServerLost:
     deadline = job.start_deadline
-    late = FailureReport(job.rank, job.host, "was not ready to run fn in time", kind=NOT_STARTED)
-    phase, packing = STARTING, False
+    timeout_report = FailureReport(job.rank, job.host, "was not ready to run fn in time", kind=NOT_STARTED)
+    phase, fn_has_ended = STARTING, False
     while True:
         try:
             event = worker.events.get(timeout=deadline.capped(_PARENT_CHECK_SECONDS).remaining())
@@ -165,7 +166,7 @@ def _first_end(worker: WorkerProcess, job: Supervision) -> Returned | FailureRep
             if job.is_orphaned():
                 return ServerLost("the executor of this task has ended")
             if deadline.expired():
-                return late
+                return timeout_report
             continue
         if isinstance(event, Ready):
             deadline = Deadline.after(JOB_SECONDS)  # fn may run for weeks
@@ -176,19 +177,19 @@ def _first_end(worker: WorkerProcess, job: Supervision) -> Returned | FailureRep
             job.report_phase(phase)
         if isinstance(event, FnEnded):
             deadline = Deadline.after(event.seconds)
-            late = FailureReport(job.rank, job.host, _NO_RESULT.format(seconds=event.seconds))
-            packing = True
+            timeout_report = FailureReport(job.rank, job.host, _NO_RESULT.format(seconds=event.seconds))
+            fn_has_ended = True
             job.report_phase(ENDED)
         if isinstance(event, Returned | FailureReport | Outcome | ServerLost):
             return event
         if isinstance(event, Raised | Exited):
-            return _failure(event, job, phase, packing)
+            return _failure(event, job, phase, fn_has_ended)
 
 
-def _failure(event: Raised | Exited, job: Supervision, phase: str, packing: bool) -> FailureReport:
+def _failure(event: Raised | Exited, job: Supervision, phase: str, fn_has_ended: bool) -> FailureReport:
     """Return the report of a worker's failure in ``phase``."""
     if isinstance(event, Exited):
-        where = ENDED if packing else phase
+        where = ENDED if fn_has_ended else phase
         cause = describe_exit(event.returncode)
         return FailureReport(job.rank, job.host, cause, phase=where, secondary=event.ended_by_launcher)
     where = phase if event.phase is None else event.phase
@@ -251,15 +252,15 @@ def await_outcome(events: queue.SimpleQueue[object], job: Supervision) -> Outcom
             event = events.get(timeout=_PARENT_CHECK_SECONDS)
         except queue.Empty:
             if job.is_orphaned():
-                raise _lost(job, ServerLost("the executor of this task has ended")) from None
+                raise _launch_error(job, ServerLost("the executor of this task has ended")) from None
             continue
         if isinstance(event, Outcome):
             return event
         if isinstance(event, ServerLost):
-            raise _lost(job, event)
+            raise _launch_error(job, event)
 
 
-def _lost(job: Supervision, event: ServerLost) -> LaunchError:
+def _launch_error(job: Supervision, event: ServerLost) -> LaunchError:
     return LaunchError(
         f"Rank {job.rank} on host {job.host} lost the task that coordinates the job: {event.why}. Spark retries the "
         "job unless it has failed too often. See the executors' logs for why the task was lost."
@@ -267,10 +268,10 @@ def _lost(job: Supervision, event: ServerLost) -> LaunchError:
 
 
 def publish_outcome(client: RendezvousClient, hosts: Sequence[str], result_cap: int) -> None:
-    """Wait until every rank has finished, then publish the outcome. The task that serves the rendezvous calls it.
+    """Wait until every rank has finished, then publish the outcome. The task of rank 0 calls it.
 
     A failing rank publishes its outcome before it finishes, so the outcome published here counts only if no rank
-    failed. After a failure the wait is short, because hosts of missing ranks may be lost.
+    failed. After a failure, the wait is short, because the hosts of missing ranks may be lost.
     """
     deadline = Deadline.after(JOB_SECONDS)
     sizes: list[bytes] | None = None

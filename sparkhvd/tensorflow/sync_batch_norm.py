@@ -74,28 +74,29 @@ def _global_moments(
 ) -> Any:
     """Return mean and variance per channel over all ranks.
 
-    Their derivatives by a value are 1 / n and 2 (value - mean) / n, where n is the number of values of all ranks.
-    Therefore the backward pass sums the upstream gradients over the ranks, and exchanges nothing else.
+    Their derivatives with respect to a value are 1 / n and 2 (value - mean) / n, where n is the number of values of all
+    ranks. Therefore the backward pass only needs to sum the upstream gradients over the ranks.
     """
     name = graph_name("sync_batch_normalization", None)
 
-    def combine(*own: tf.Tensor) -> Sequence[Array]:
+    def combine(*local_sums: tf.Tensor) -> Sequence[Array]:
         takes_part = has_rows is None or has_rows()
-        local = np.stack([tensor.numpy().astype(np.float64) for tensor in own])
+        local = np.stack([tensor.numpy().astype(np.float64) for tensor in local_sums])
         local = (local if takes_part else np.zeros_like(local))[None]
         parts = session.current().allgather(local, name=name, process_set=process_set)
         mean, variance, total = _combined(parts.astype(np.float64, copy=False))
         share = takes_part / np.maximum(total, 1)
-        return [array.astype(own[1].numpy().dtype) for array in (mean, variance, share)]
+        return [array.astype(local_sums[1].numpy().dtype) for array in (mean, variance, share)]
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def moments(values: tf.Tensor) -> tuple[tuple[tf.Tensor, tf.Tensor], Any]:
-        own = _own_sums(values, included, axes)
-        like = [(tensor.dtype, tensor.shape) for tensor in own]
-        # The derivatives are those below: in a graph, TensorFlow would look for others in the Python function.
-        mean, variance, share = map(tf.stop_gradient, outside_graph(combine, own, like))
+        local_sums = _local_sums(values, included, axes)
+        result_types = [(tensor.dtype, tensor.shape) for tensor in local_sums]
+        # The gradient functions below define all derivatives. In a graph, TensorFlow would otherwise try to
+        # differentiate the Python function.
+        mean, variance, share = map(tf.stop_gradient, outside_graph(combine, local_sums, result_types))
 
-        # For second derivatives: the mean is a constant here, although it depends on the values.
+        # This function is for second derivatives: ``mean`` is a constant here, although it depends on the values.
         @tf.custom_gradient  # type: ignore[untyped-decorator]
         def centered(values: tf.Tensor) -> tuple[tf.Tensor, Any]:
             def gradient(upstream: tf.Tensor) -> tf.Tensor:
@@ -119,7 +120,7 @@ def _global_moments(
     return moments(x)
 
 
-def _own_sums(values: tf.Tensor, included: tf.Tensor | None, axes: Sequence[int]) -> list[tf.Tensor]:
+def _local_sums(values: tf.Tensor, included: tf.Tensor | None, axes: Sequence[int]) -> list[tf.Tensor]:
     """Return, per channel on this rank: number of values, mean, and sum of squared deviations from the mean."""
     sums = tf.reduce_sum(_masked(included, values), axes)
     if included is None:
@@ -132,7 +133,7 @@ def _own_sums(values: tf.Tensor, included: tf.Tensor | None, axes: Sequence[int]
 
 
 def _combined(parts: Floats) -> tuple[Floats, Floats, Floats]:
-    """Return mean, variance and number of values per channel from (number, mean, squares) per rank and channel.
+    """Return mean, variance and number of values per channel from the local sums of all ranks.
 
     The means and sums of squared deviations are combined by the formulas of Chan, Golub and LeVeque (1979), which keep
     their precision where the mean is much larger than the deviation.

@@ -1,7 +1,8 @@
 """The workers of an elastic job on one host without Spark: ``python -m sparkhvd.task.elastic.host``.
 
-Like the process of a job with a fixed number of ranks, it is started through ssh and ends when its stdin is closed. It
-also ends when the driver's host cannot be reached any more: ssh alone may take hours to notice that.
+The driver starts this process like the one of a job with a fixed number of ranks: through ssh, through Slurm or
+directly. It ends when its stdin closes. It also ends when the driver's host becomes unreachable, because ssh alone may
+take hours to notice that.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from sparkhvd.task.worker.output import HandlerLog
 
 # How long the driver may take to accept a connection at one of its addresses.
 _REACH_SECONDS = 3.0
-# How long workers may take to end: after the job, while their exit handlers run, and after the loss of the driver.
+# How long workers may take to end after the job, while their exit handlers run, and after the loss of the driver.
 END_SECONDS = 20.0
 _LOST_SECONDS = 5.0
 
@@ -59,14 +60,14 @@ def main() -> int:
 
 
 def _take_part(job: ElasticHostJob, launcher: LauncherConnection, client_address: str) -> DriverLost | None:
-    """Run workers as commanded; return the loss of the driver, or None when the launcher has ended the job."""
+    """Carry out the launcher's commands; return None when it has ended the job, or the loss of the driver."""
     if job.job.config.encrypt:
         require_encryption(job.host)
     commands: queue.SimpleQueue[Message | DriverLost] = queue.SimpleQueue()
     with ExitStack() as stack:
-        line, driver = _connect(job, client_address)
-        stack.callback(line.close)
-        line.send(TaskStatus(0, -1, job.host, job.number), Deadline.after(_REACH_SECONDS))
+        client, driver = _connect(job, client_address)
+        stack.callback(client.close)
+        client.send(TaskStatus(0, -1, job.host, job.number), Deadline.after(_REACH_SECONDS))
         location = WorkerLocation(host_hash(job.host), job.host, _own_address(job, driver))
         port = job.membership.addresses[0][1]
         workers = RunningWorkers(
@@ -80,33 +81,33 @@ def _take_part(job: ElasticHostJob, launcher: LauncherConnection, client_address
             0, location.host_key, location.host, location.bind_host, versions=local_versions(job.job.versions)
         )
         launcher.send(HostReady((offer,), 0))
-        # Both end with this process.
+        # Both threads are daemons, which end with this process.
         threading.Thread(target=_receive, args=(launcher, commands), name="sparkhvd-commands", daemon=True).start()
-        threading.Thread(target=_watch, args=(line, commands), name="sparkhvd-driver-watch", daemon=True).start()
+        threading.Thread(target=_watch, args=(client, commands), name="sparkhvd-driver-watch", daemon=True).start()
         lost = carry_out_commands(workers, location, commands)
         workers.close(END_SECONDS if lost is None else _LOST_SECONDS)
         return lost
 
 
 def _connect(job: ElasticHostJob, client_address: str) -> tuple[Client, str]:
-    """Return a connection to the driver, and its address that answered first.
+    """Return a connection to the driver, and the first of the driver's addresses that answers.
 
     Raises:
         LaunchError: the driver does not answer at any address.
     """
     port = job.job.driver_addresses[0][1]
-    named = [host for host, _ in job.job.driver_addresses]
+    known_hosts = [host for host, _ in job.job.driver_addresses]
     problems = []
-    for host in dict.fromkeys([client_address, *named] if client_address else named):
+    for host in dict.fromkeys([client_address, *known_hosts] if client_address else known_hosts):
         try:
-            # The core keeps trying an address at which nothing listens yet. Here, another address may be the right one.
+            # The core retries an address at which nothing listens yet. Here, another address may be the right one.
             socket.create_connection((host, port), _REACH_SECONDS).close()
             deadline = Deadline.after(_REACH_SECONDS)
-            line = connect([(host, port)], job.job.secret, deadline, encrypt=job.job.config.encrypt)
+            client = connect([(host, port)], job.job.secret, deadline, encrypt=job.job.config.encrypt)
         except (SparkHvdError, OSError) as error:
             problems.append(f"{with_port(host, port)}: {error}")
         else:
-            return line, host
+            return client, host
     raise LaunchError(
         f"{job.host} cannot connect to the driver, which elastic jobs need; tried {'; '.join(problems)}. Open the TCP "
         "ports of the driver's host to the hosts of the job."
@@ -114,7 +115,7 @@ def _connect(job: ElasticHostJob, client_address: str) -> tuple[Client, str]:
 
 
 def _own_address(job: ElasticHostJob, driver: str) -> str:
-    """Return the address at which the other hosts reach this one best."""
+    """Return the address of this host that suits the other hosts best."""
     if job.job.nics:
         return candidates(job.job.nics, job.host, [])[0].address
     address = address_to_bind(job.host, [driver])
@@ -136,9 +137,11 @@ def _receive(launcher: LauncherConnection, commands: queue.SimpleQueue[Message |
         commands.put(EndLease())
 
 
-def _watch(line: Client, commands: queue.SimpleQueue[Message | DriverLost]) -> None:
+def _watch(client: Client, commands: queue.SimpleQueue[Message | DriverLost]) -> None:
     try:
-        line.ask(NextCommand(0, 0), Deadline.after(JOB_SECONDS))  # never answered
+        client.ask(
+            NextCommand(0, 0), Deadline.after(JOB_SECONDS)
+        )  # the driver never answers, so this ends only with the connection
     except OSError as error:
         commands.put(DriverLost(str(error)))
 

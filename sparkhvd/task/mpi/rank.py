@@ -1,8 +1,7 @@
 """The program that ``orted`` starts as a rank: it connects to its host's task, forks the worker and reports its end.
 
-The worker is a fork, so it costs neither a second start of Python nor its memory. The parent waits until the task
-has recorded how the worker ended: ``mpirun`` kills all ranks as soon as it learns of a failed one, which must not
-happen before that failure is recorded as the first.
+The worker is a fork, so it needs neither a second start of Python nor the memory for it. The parent of a failed worker
+ends only after the task has recorded the failure, because ``mpirun`` then kills all other ranks.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from sparkhvd.task.worker.scratch import make_scratch, remove_scratch
 
 _CONNECT_SECONDS = 30.0
 _NOTE_SECONDS = 30.0
-# Variables from mpirun: the rank, the world size, and the number of ranks on this host.
-_PLACE = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+# Variables that mpirun sets: the rank, the world size, and the number of ranks on this host.
+_WORLD_VARIABLES = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 
 
 def main() -> int:
@@ -38,7 +37,7 @@ def main() -> int:
     variables = take_variables((EXECUTABLE, FOLDER, RANK_SOCKET, RANK_SECRET))
     deadline = Deadline.after(_CONNECT_SECONDS)
     with closing(connect_unix(variables[RANK_SOCKET], Path(variables[RANK_SECRET]).read_bytes(), deadline)) as link:
-        link.send(encode(RankConnected(*(int(os.environ[name]) for name in _PLACE))), deadline)
+        link.send(encode(RankConnected(*(int(os.environ[name]) for name in _WORLD_VARIABLES))), deadline)
         preload = decode(link.receive(deadline))
         if not isinstance(preload, Preload):
             raise MessageError(f"The task of this host sent {type(preload).__name__} instead of Preload.")
@@ -46,7 +45,7 @@ def main() -> int:
             connection.settimeout(_CONNECT_SECONDS)
             _, descriptors, _, _ = socket.recv_fds(connection, 1, 3)
         control, stdout, stderr = descriptors
-        scratch = make_scratch(scratch_folder())  # orted's folder, which is removed with it
+        scratch = make_scratch(scratch_folder())  # inside orted's folder, with which it is removed
         pid = os.fork()
         if pid == 0:
             export({SCRATCH: scratch})
@@ -70,15 +69,15 @@ def _become_worker(control: int, stdout: int, stderr: int, preload: Sequence[str
 
 
 def _report_end(link: FrameSocket, pid: int) -> int:
-    """Report the worker's end, and return when the task has recorded it or has ended."""
+    """Report the worker's end, and return its code once the task has recorded the end or has itself ended."""
     ended_by_orted = False
 
-    def pass_on(number: int, _frame: FrameType | None) -> None:
+    def forward_signal(number: int, _frame: FrameType | None) -> None:
         nonlocal ended_by_orted
         ended_by_orted = True
         os.killpg(pid, number)
 
-    signal.signal(signal.SIGTERM, pass_on)
+    signal.signal(signal.SIGTERM, forward_signal)
     link.send(encode(WorkerForked(pid)), Deadline.after(_NOTE_SECONDS))
     returncode = wait_for_child(pid)
     with contextlib.suppress(OSError):  # the task has ended

@@ -51,7 +51,7 @@ class RankTask:
         self._channel: CommandChannel | None = None
 
     def node(self) -> Node:
-        """Return the node of this actor; proves that the actor runs."""
+        """Return the node of this actor. The result also shows that the actor runs."""
         return Node(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address())
 
     def prepare(self, job: Job, part: RankPart) -> HostReady | HostLost:
@@ -81,9 +81,9 @@ class RankTask:
         self._worker = WorkerProcess(spawned, self._log)
         self._stack.callback(self._worker.close)
         self._stack.callback(Cleanup(self._worker.pid, spawned.scratch).close)
-        self._stack.callback(self._worker.close)  # again, so that the worker ends before the cleanup is cancelled
+        self._stack.callback(self._worker.close)  # runs first: the worker must end before Cleanup.close
         context = ray.get_runtime_context()
-        # Ray maps its GPU ids to the names that CUDA_VISIBLE_DEVICES had at the start of the node.
+        # Ray's GPU ids are names from the CUDA_VISIBLE_DEVICES with which the node was started.
         devices = tuple(context.get_accelerator_ids().get("GPU", ()))
         offer = TaskOffer(
             part.index,
@@ -97,7 +97,7 @@ class RankTask:
         return HostReady((offer,), port)
 
     def start(self, plan: JobPlan) -> None:
-        """Let the rank run, and supervise it in the background."""
+        """Send the rank its spec, and supervise it in the background."""
         slot = next(slot for slot in plan.slots if slot.offer.task_index == self._part.index)
         rank = slot.world.rank
         self._log.rank = rank
@@ -129,7 +129,7 @@ class RankTask:
 
     @ray.method(concurrency_group="messages")  # type: ignore[untyped-decorator]
     def messages(self) -> list[object]:
-        """Return the messages of the rank since the last call; wait a while for the first."""
+        """Return the messages of the rank since the last call; wait for at least one, but not longer than a minute."""
         return self._outbox.take(Deadline.after(_FETCH_SECONDS))
 
     @ray.method(concurrency_group="commands")  # type: ignore[untyped-decorator]

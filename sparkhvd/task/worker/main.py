@@ -43,18 +43,19 @@ from sparkhvd.task.worker.scratch import remove_scratch
 from sparkhvd.task.worker.spec import FnEnded, Joined, Leave, Raised, Ready, Returned, WorkerSpec
 from sparkhvd.task.worker.template import Offer, native_threads, split_off_template
 
-# The task answers a report at once. Without an answer the process ends after this time.
+# How long the process waits for the task's answer to its report before it ends. The task answers at once.
 _LEAVE_SECONDS = 10.0
-# The fraction of the task's timeout after which the stacks are printed, so that the task still reads all of them.
+# The fraction of the task's timeout after which the stacks are printed, so that the task has time to read all of them.
 _STACKS_AFTER = 0.8
 _STDERR = 2
 # How the messages of the core name a rank.
 _RANKS = re.compile(r"\branks? (\d+)")
 # Errors of the program or its input, which every attempt would raise.
 _FINAL_ERRORS = (DataError, MismatchError, ParamError)
-# Shells add the number of a signal to this for an exit code; programs that handle a signal use the same code.
+# The exit code of a program that a signal ended, as shells report it, is this plus the number of the signal. Programs
+# that handle a signal use the same codes.
 _SIGNAL_CODES = 128
-# An object's address, which differs between two messages about the same kind of object.
+# The address of an object, which differs between otherwise equal messages.
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]+")
 
 
@@ -88,14 +89,14 @@ def main(arguments: list[str]) -> int:
             raise TypeError(f"The task sent {type(spec).__name__} instead of a WorkerSpec.")
         return _run_job(spec, connection, inbox)
     finally:
-        remove_scratch(scratch_folder())  # the task, which removes it otherwise, may have ended
+        remove_scratch(scratch_folder())  # normally the task removes it, but the task may have ended
 
 
 def _connect(control: int) -> tuple[Connection, queue.SimpleQueue[bytes]]:
     """Return this worker's private socket, and the queue of the pickled messages of its task.
 
-    The main thread unpickles. Another thread might import modules while a template is forked, which would then have
-    only parts of them.
+    Only the main thread unpickles. Another thread could be importing a module while a template is forked, which would
+    leave the template with an incomplete module.
     """
     connection = Connection(control)
     inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -147,15 +148,15 @@ def _dump_stacks_after(seconds: float) -> None:
 
 
 def run_payload(payload: bytes, on_end: Callable[[], None] = lambda: None) -> Returned | Raised:
-    """Run the pickled ``(fn, args, kwargs)``, and return a report of every result and error.
+    """Run the pickled ``(fn, args, kwargs)``, and return a report of its result or error.
 
-    A process that ``fn`` forked does not return from here: it ends where it leaves ``fn``.
+    A process that ``fn`` forked does not return from this function: it ends as soon as it leaves ``fn``.
 
     Args:
         payload: the pickled call.
-        on_end: called when ``fn`` has ended, before its result or error is packed.
+        on_end: called when ``fn`` has ended, before its result or error is pickled.
     """
-    own = os.getpid()
+    worker_pid = os.getpid()
     try:
         fn, args, kwargs = cloudpickle.loads(payload)
     except ModuleNotFoundError as error:
@@ -165,13 +166,13 @@ def run_payload(payload: bytes, on_end: Callable[[], None] = lambda: None) -> Re
     try:
         result = fn(*args, **kwargs)
     except BaseException as error:  # noqa: BLE001 - the user's code may raise anything; the report carries it
-        if os.getpid() != own:
+        if os.getpid() != worker_pid:
             _end_child(error)
         if not (isinstance(error, SystemExit) and error.code in {None, 0}):
             on_end()
             return _ended(error)
         result = None
-    if os.getpid() != own:
+    if os.getpid() != worker_pid:
         _end_child(None)
     on_end()
     try:
@@ -181,7 +182,7 @@ def run_payload(payload: bytes, on_end: Callable[[], None] = lambda: None) -> Re
 
 
 def _end_child(error: BaseException | None) -> NoReturn:
-    """End a process that ``fn`` forked and that left ``fn``; only its parent reports and runs exit handlers."""
+    """End a forked process that has left ``fn``. Only the worker itself sends a report and runs exit handlers."""
     code = 0
     try:
         if error is None:
@@ -201,17 +202,17 @@ def _end_child(error: BaseException | None) -> NoReturn:
 
 def _ended(error: BaseException) -> Raised:
     if isinstance(error, CommandEndedError):  # the program's stderr explains the failure
-        return Raised(str(error), traceback="", secondary=False, phase="", error=_own_error(error))
+        return Raised(str(error), traceback="", secondary=False, phase="", error=_comparable_error(error))
     if isinstance(error, SystemExit):
         cause = f"called sys.exit({error.code!r})"
     else:
         cause = f"raised {type(error).__name__}: {_message(error) or _raising_line(error)}"
     is_final = isinstance(error, _FINAL_ERRORS)
-    return replace(_raised(error, cause), error=_own_error(error), is_final=is_final)
+    return replace(_raised(error, cause), error=_comparable_error(error), is_final=is_final)
 
 
-def _own_error(error: BaseException) -> str:
-    """Return ``FailureReport.error`` for an error of ``fn``; empty if a signal or a collective was the cause."""
+def _comparable_error(error: BaseException) -> str:
+    """Return ``FailureReport.error`` for an error of ``fn``; empty if a signal or a failed collective is the cause."""
     if isinstance(error, SystemExit | CommandEndedError) and isinstance(error.code, int):
         return f"exit code {error.code}" if 0 < error.code < _SIGNAL_CODES else ""
     if isinstance(error, MismatchError) or not isinstance(error, HorovodInternalError | KeyboardInterrupt):
@@ -223,8 +224,8 @@ def _own_error(error: BaseException) -> str:
 def _message(error: BaseException) -> str:
     try:
         return str(error).strip()
-    except Exception as own:  # noqa: BLE001 - the user's code may raise anything
-        return f"(its message cannot be shown, because its str() raises {type(own).__name__})"
+    except Exception as str_error:  # noqa: BLE001 - the user's code may raise anything
+        return f"(its message cannot be shown, because its str() raises {type(str_error).__name__})"
 
 
 def _raising_line(error: BaseException) -> str:
@@ -236,7 +237,7 @@ def _raising_line(error: BaseException) -> str:
 
 
 def _raised(error: BaseException, cause: str, phase: str | None = None) -> Raised:
-    return Raised(cause, "".join(traceback.format_exception(error)), _lost_a_peer(error), phase)
+    return Raised(cause, "".join(traceback.format_exception(error)), _is_secondary(error), phase)
 
 
 def _not_importable(module: str | None) -> str:
@@ -247,14 +248,15 @@ def _not_importable(module: str | None) -> str:
     )
 
 
-def _lost_a_peer(error: BaseException | None) -> bool:
-    """Return whether another rank's failure caused this error, as far as the error shows."""
-    own = session.launch_context().world.rank
+def _is_secondary(error: BaseException | None) -> bool:
+    """Return whether another rank's failure caused this error, judged by its type and message."""
+    own_rank = session.launch_context().world.rank
     while error is not None:
         if isinstance(error, CollectiveError | DeadlineExceededError) and not isinstance(error, MismatchError):
-            # If this rank itself failed, the core's message begins with "rank {own}: " or names no rank.
-            others = {int(rank) for rank in _RANKS.findall(str(error))} - {own}
-            return type(error) is not CollectiveError or (bool(others) and not str(error).startswith(f"rank {own}: "))
+            # If this rank itself failed, the core's message begins with "rank {own_rank}: " or names no rank.
+            others = {int(rank) for rank in _RANKS.findall(str(error))} - {own_rank}
+            is_own_failure = str(error).startswith(f"rank {own_rank}: ")
+            return type(error) is not CollectiveError or (bool(others) and not is_own_failure)
         error = error.__cause__ or error.__context__
     return False
 
@@ -262,7 +264,7 @@ def _lost_a_peer(error: BaseException | None) -> bool:
 def _watch_task(connection: Connection, inbox: queue.SimpleQueue[bytes]) -> None:
     """Queue the messages of the task; when its end of the socket closes, end this whole process group.
 
-    The kernel's parent-death signal would not help: it ends only this process, and its children would live on.
+    The kernel's parent-death signal is not enough: it would end this process, but not its children.
     """
     while True:
         try:
