@@ -23,7 +23,7 @@ READERS = ("native", "petastorm")
 START_METHODS = ("fork", "spawn", "forkserver")
 COMPRESSIONS = ("none", "fp16", "bf16")
 
-# Horovod's parameters that have no meaning here, with the reason for the error message.
+# Horovod's parameters that sparkhvd does not have, with the reason for the error message.
 RETIRED = {
     "shuffle_buffer_size": "rows are shuffled within windows of 64 MB or 1,048,576 rows; shuffle=False keeps their "
     "order.",
@@ -46,7 +46,7 @@ def positive_integer(name: str, value: object) -> int:
     return int(value)
 
 
-def integer(name: str, value: object) -> int:
+def non_negative_integer(name: str, value: object) -> int:
     """Convert to a whole number of at least 0."""
     if not is_count(value, 0):
         raise ParamError(f"{name}={value!r} must be a whole number of at least 0.")
@@ -70,7 +70,7 @@ def flag_or_arguments(name: str, value: object) -> bool | dict[str, object]:
 
 
 def one_of(*choices: str) -> Callable[[str, object], str]:
-    """Return a converter that accepts one of these words."""
+    """Return a converter that accepts one of ``choices``."""
 
     def convert(name: str, value: object) -> str:
         if value not in choices:
@@ -81,7 +81,7 @@ def one_of(*choices: str) -> Callable[[str, object], str]:
 
 
 def instance_of(expected_class: type[T], example: str) -> Callable[[str, object], T]:
-    """Return a converter that accepts instances of one class."""
+    """Return a converter that accepts instances of ``expected_class``, of which ``example`` is one."""
 
     def convert(name: str, value: object) -> T:
         if not isinstance(value, expected_class):
@@ -153,7 +153,7 @@ def numbers(name: str, value: object) -> tuple[float, ...]:
 
 
 def hours(name: str, value: object) -> float:
-    """Convert to a number of hours of at least 0."""
+    """Convert to a number of hours, at least 0."""
     if isinstance(value, bool) or not isinstance(value, Real) or not float(value) >= 0:
         raise ParamError(f"{name}={value!r} must be a number of hours, at least 0.")
     return float(value)
@@ -167,7 +167,7 @@ def fills(name: str, value: object) -> dict[str, object]:
 
 
 def shapes(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
-    """Convert to one shape per column: the shape of one row, with or without a leading -1 for the rows."""
+    """Convert to one shape per column: the shape of one row. A leading -1 may stand for the number of rows."""
     try:
         converted = tuple(tuple(int(size) for size in shape) for shape in value)
     except (TypeError, ValueError):
@@ -243,8 +243,8 @@ class EstimatorParams(Declarations):
         "Number of ranks (training processes); None means all slots of the cluster.", positive_integer, default=None
     )
     min_num_proc: Declared[int | None] = declared(
-        "Smallest number of ranks to train with. This or max_num_proc makes the training elastic: it continues while "
-        "ranks are lost and join. Needs a Store.",
+        "Smallest number of ranks to train with. This or max_num_proc makes the training elastic: it continues when "
+        "ranks are lost or added. Needs a Store.",
         positive_integer,
         default=None,
     )
@@ -254,14 +254,14 @@ class EstimatorParams(Declarations):
         default=None,
     )
     elastic_timeout: Declared[float | None] = declared(
-        "Seconds within which an elastic fit must have enough ranks again after a loss; None means 600.",
+        "Seconds that an elastic fit waits for enough ranks after a loss; None means 600.",
         positive_number,
         default=None,
         identity=Identity.NEVER,
     )
     reset_limit: Declared[int | None] = declared(
-        "Largest number of changes of an elastic fit's ranks; None sets no limit.",
-        integer,
+        "Number of times that the ranks of an elastic fit may change; None sets no limit.",
+        non_negative_integer,
         default=None,
         identity=Identity.NEVER,
     )
@@ -303,13 +303,13 @@ class EstimatorParams(Declarations):
         "Columns that the model reads, in the order of its inputs.", names, default=None
     )
     inputs: Declared[Mapping[str, object] | None] = declared(
-        "The columns of every input, by the model's own names, optionally with shape and dtype; feature_cols may then "
+        "The columns of every input, by the model's own names, optionally with shape and dtype. feature_cols may then "
         "be left out.",
         named_inputs,
         default=None,
     )
     label_cols: Declared[Sequence[str] | None] = declared(
-        "Columns that the model learns, in the order of its outputs.", names, default=None
+        "Columns that the model learns to predict, in the order of its outputs.", names, default=None
     )
     sample_weight_col: Declared[str | None] = declared(
         "Column with the weight of every row. The loss of a step is the mean over its rows of weight times loss.",
@@ -317,7 +317,7 @@ class EstimatorParams(Declarations):
         default=None,
     )
     validation: Declared[float | str | None] = declared(
-        "Validation rows: a fraction (0 <= x < 1, chosen by random_seed), or a column that is true for them.",
+        "Validation rows: a fraction (0 <= x < 1, drawn with random_seed), or a column that is true or 1 for them.",
         validation_choice,
         default=None,
     )
@@ -327,7 +327,7 @@ class EstimatorParams(Declarations):
         default=None,
     )
     compress_sparse_cols: Declared[bool] = declared(
-        "Whether only the nonzero entries of dense vectors are stored when rows are prepared, as for sparse vectors.",
+        "Whether prepared rows contain only the nonzero entries of dense vectors, as they do for sparse vectors.",
         flag,
         default=False,
     )
@@ -362,7 +362,7 @@ class EstimatorParams(Declarations):
         identity=Identity.NEVER,
     )
     fill: Declared[Mapping[str, object] | None] = declared(
-        "Values that replace NULL, by column; NULL in any other column is refused.", fills, default=None
+        "Values that replace NULL, by column. NULL in any other column raises an error.", fills, default=None
     )
     partitions_per_process: Declared[int] = declared(
         "Minimum number of row groups of prepared data per rank.", positive_integer, default=10
@@ -378,7 +378,7 @@ class EstimatorParams(Declarations):
     )
     elastic_batch: Declared[Literal["global", "rank"]] = declared(
         "Which batch keeps its size when the ranks of an elastic fit change: 'global' divides batch_size times "
-        "num_proc rows among them, so that a change affects the speed only; 'rank' keeps batch_size rows per rank.",
+        "num_proc rows among them, so that a change affects only the speed; 'rank' keeps batch_size rows per rank.",
         one_of("global", "rank"),
         default="global",
     )
@@ -414,10 +414,12 @@ class EstimatorParams(Declarations):
         default=False,
     )
     random_seed: Declared[int | None] = declared(
-        "Seed of the shuffling, of the validation split and of the framework; None draws one.", integer, default=None
+        "Seed of the shuffling, the validation split and the framework; None draws a random seed.",
+        non_negative_integer,
+        default=None,
     )
     scale_lr: Declared[bool] = declared(
-        "Whether to multiply the learning rate by the number of ranks. It is never scaled otherwise.",
+        "Whether to multiply the learning rate by the number of ranks. False does not change it.",
         flag,
         default=False,
     )
@@ -427,7 +429,7 @@ class EstimatorParams(Declarations):
         default=None,
     )
     terminate_on_nan: Declared[bool] = declared(
-        "Whether a step whose loss is not a finite number ends the training with an error.", flag, default=False
+        "Whether a NaN or infinite loss ends the training with an error.", flag, default=False
     )
     log_every_n_steps: Declared[int | None] = declared(
         "Training steps between log lines within an epoch, and between entries of Lightning's loggers; None logs "
@@ -437,7 +439,7 @@ class EstimatorParams(Declarations):
         identity=Identity.NEVER,
     )
     early_stopping: Declared[EarlyStopping | None] = declared(
-        "The rule that ends the training before its last epoch; all ranks reach the same decision.",
+        "The rule that may end the training before its last epoch; all ranks reach the same decision.",
         instance_of(EarlyStopping, "EarlyStopping('val_loss', patience=3)"),
         default=None,
     )
@@ -448,19 +450,19 @@ class EstimatorParams(Declarations):
         default=None,
     )
     checkpoints: Declared[Checkpoints] = declared(
-        "Which states of the run are kept in the Store, and which epoch's model is returned.",
+        "Which states of the run the Store keeps, and which epoch's model fit returns.",
         instance_of(Checkpoints, "Checkpoints(every_steps=500, best='val_loss')"),
         default=Checkpoints(),
     )
     run_id: Declared[str | None] = declared(
-        "Name of the run; a run with checkpoints in the Store is resumed. None starts a new run.",
+        "Name of the run; fit resumes a run that has checkpoints in the Store. None starts a new run.",
         text,
         default=None,
         identity=Identity.NEVER,
     )
     resume: Declared[str | None] = declared(
-        "'auto' resumes the run that an earlier fit with the same rows, parameters and model left in the Store, even a "
-        "finished one.",
+        "'auto' resumes the run that an earlier fit with the same rows, parameters and model left in the Store, also "
+        "if that run is finished.",
         one_of("auto"),
         default=None,
         identity=Identity.NEVER,
@@ -478,11 +480,11 @@ class EstimatorParams(Declarations):
         identity=Identity.NEVER,
     )
     verbose: Declared[int] = declared(
-        "1 shows a line per epoch, 0 is silent.", integer, default=1, identity=Identity.NEVER
+        "1 shows a line per epoch, 0 is silent.", non_negative_integer, default=1, identity=Identity.NEVER
     )
 
     def _plan(self, **overrides: object) -> FitPlan:
-        """Return the parameters as a plan, before they are checked together; ``overrides`` replace values by name."""
+        """Return the parameters, with ``overrides`` by name, as a plan that has not been checked as a whole."""
         return FitPlan.of({**self.values(), **overrides})
 
 
@@ -493,7 +495,7 @@ class ModelParams(Declarations):
         "Columns to predict from, in the order of the model's inputs.", names, default=None
     )
     label_columns: Declared[Sequence[str] | None] = declared(
-        "Columns that the model learned.", names, default=None, aliases=("LabelColoumns",)
+        "Columns that the model learned to predict.", names, default=None, aliases=("LabelColoumns",)
     )
     output_cols: Declared[Sequence[str] | None] = declared(
         "Columns that transform adds, one per output; by default <label>__output.", names, default=None
