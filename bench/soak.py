@@ -27,7 +27,7 @@ from unittest import mock
 from pyspark.sql import SparkSession
 
 from tests.comparison import compare, compare_large
-from tests.endurance import come_and_go, cycles, kill_one_of, strangers
+from tests.endurance import connect_repeatedly, connect_two_ranks_repeatedly, kill_random_rank, strangers
 from tests.launch import elastic_chaos, elastic_faults, sshd
 from tests.launch.elastic_faults import ELASTIC_FAULTS, LIMIT_SECONDS, NUM_PROC
 from tests.launch.faults import CUT_OFF_FAULTS, FAULTS, PORT_FAULTS, complaints, inject, ports_taken
@@ -63,8 +63,8 @@ _LIMITS |= {fault.name: LIMIT_SECONDS for fault in ELASTIC_FAULTS}
 
 def kills(count: int) -> str:
     """Kill a random rank at a random moment, repeatedly."""
-    found = [kill_one_of(2 + number % 3, shared_memory=number % 2 == 0) for number in range(count)]
-    odd = [kill for kill in found if not kill.is_fine()]
+    found = [kill_random_rank(2 + number % 3, shared_memory=number % 2 == 0) for number in range(count)]
+    odd = [kill for kill in found if not kill.is_as_expected()]
     seconds = [kill.seconds for kill in found]
     verdict = "every other rank named it" if not odd else f"NOT NAMED in {len(odd)}: {odd[:3]}"
     return (
@@ -77,14 +77,14 @@ def kills(count: int) -> str:
 def connect_and_leave(count: int) -> str:
     """Connect and leave repeatedly, then for a tenth of the cycles while strangers connect."""
     lines = [f"init, allreduce, shutdown on 2 ranks, {count} times: after a tenth -> at the end"]
-    for rank, (early, late) in enumerate(cycles(count)):
+    for rank, (early, late) in enumerate(connect_two_ranks_repeatedly(count)):
         growth = (late[2] - early[2]) / _MEGABYTE
         lines.append(
             f"  rank {rank}: descriptors {early[0]} -> {late[0]}, threads {early[1]} -> {late[1]}, "
             f"memory {early[2] / _MEGABYTE:.1f} MiB {growth:+.1f}"
         )
     with RankGroup(2, connect=False) as group, strangers(group.pids(), group.port) as counts:
-        group.run(come_and_go, count // 10, seconds=600.0)
+        group.run(connect_repeatedly, count // 10, seconds=600.0)
     lines.append(f"the same {count // 10} times while strangers call: {counts}")
     return "\n".join(lines)
 

@@ -1,4 +1,4 @@
-"""Endurance cases that a job must survive, in rounds: tests run a few of them, ``make soak`` many."""
+"""Endurance cases, which run in rounds: tests run a few rounds, ``make soak`` runs many."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from tests.ranks import RankGroup
 
 _LONGEST_DELAY = 1.5
 _ROUND_SECONDS = 60.0
-_START_SECONDS = 20.0  # the wait for a rank that was killed before it connected; launchers notice such a loss at once
-_GRACE = 10.0
+_START_SECONDS = 20.0  # for a rank that was killed before it connected; launchers notice such a loss at once
+_GRACE_SECONDS = 10.0
 
 
 # The functions that the ranks run.
@@ -51,8 +51,12 @@ def work_until_a_rank_is_lost() -> str:
         return f"{type(error).__name__}: {error}"
 
 
-def come_and_go(times: int) -> list[tuple[int, int, int]]:
-    """Connect, work and leave; return descriptors, threads and bytes of memory after the first tenth and at the end."""
+def connect_repeatedly(times: int) -> list[tuple[int, int, int]]:
+    """Connect, reduce an array and shut down, repeatedly.
+
+    Returns:
+        The numbers of descriptors and threads and the bytes of memory, after the first tenth and at the end.
+    """
     process = psutil.Process()
     resources = []
     for cycle in range(times):
@@ -92,14 +96,14 @@ class Kill:
     seconds: float
     errors: tuple[str, ...]
 
-    def is_fine(self) -> bool:
-        """Return whether every other rank failed in time with an error that names the victim."""
-        in_time = self.seconds < _START_SECONDS + _GRACE
+    def is_as_expected(self) -> bool:
+        """Return whether all other ranks failed in time with errors that name the victim."""
+        in_time = self.seconds < _START_SECONDS + _GRACE_SECONDS
         return in_time and all(f"rank {self.victim}" in text or f"ranks {self.victim}" in text for text in self.errors)
 
 
-def kill_one_of(size: int, *, shared_memory: bool) -> Kill:
-    """Kill a random rank of a working job at a random moment."""
+def kill_random_rank(size: int, *, shared_memory: bool) -> Kill:
+    """Kill a random rank of a running job at a random moment."""
     victim = secrets.randbelow(size)
     delay = random.uniform(0.0, _LONGEST_DELAY)
     segments = _segments()
@@ -118,8 +122,8 @@ def kill_one_of(size: int, *, shared_memory: bool) -> Kill:
         finally:
             timer.join()
         ended = time.monotonic()
-    left = [pid for pid in pids if psutil.pid_exists(pid)]
-    assert not left, f"processes {left} are still there"
+    remaining = [pid for pid in pids if psutil.pid_exists(pid)]
+    assert not remaining, f"processes {remaining} are still running"
     assert not _unused(_segments() - segments), "shared memory was left behind"
     assert outcomes[victim].died
     errors = [outcome.value or outcome.failure for rank, outcome in enumerate(outcomes) if rank != victim]
@@ -139,19 +143,19 @@ def _unused(segments: set[str]) -> set[str]:
     return segments
 
 
-def cycles(times: int) -> list[list[tuple[int, int, int]]]:
-    """Run ``come_and_go`` on two ranks."""
+def connect_two_ranks_repeatedly(times: int) -> list[list[tuple[int, int, int]]]:
+    """Run ``connect_repeatedly`` on two ranks."""
     with RankGroup(2, connect=False) as group:
-        resources: list[list[tuple[int, int, int]]] = group.run(come_and_go, times, seconds=60.0 + times)
+        resources: list[list[tuple[int, int, int]]] = group.run(connect_repeatedly, times, seconds=60.0 + times)
         return resources
 
 
 @contextlib.contextmanager
 def strangers(pids: list[int], port: int) -> Iterator[dict[str, int]]:
-    """Call at every port on which the processes listen, and at the rendezvous, until the block ends.
+    """Connect as strangers to every port of the processes and to the rendezvous until the block ends.
 
     Yields:
-        The number of calls by kind and of whole rounds; "let in" must stay 0.
+        The numbers of connections by kind and of completed rounds; "let in" must stay 0.
     """
     counts = {"rounds": 0, "garbage": 0, "endless": 0, "wrong token": 0, "let in": 0}
     stop = threading.Event()
@@ -182,7 +186,7 @@ def listening(pids: list[int]) -> list[int]:
     for pid in pids:
         with contextlib.suppress(psutil.Error):
             connections: list[Any] = psutil.Process(pid).net_connections("tcp")
-            ports += [each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN]
+            ports += [connection.laddr.port for connection in connections if connection.status == psutil.CONN_LISTEN]
     return ports
 
 

@@ -16,20 +16,20 @@ from pathlib import Path
 import psutil
 
 _VERSION = "3.5.0"  # of the Hadoop client that pyspark 4.3 ships
-_SERVERS = (
+_SERVER_PACKAGES = (
     f"org.apache.hadoop:hadoop-client-minicluster:{_VERSION}",
     "org.slf4j:slf4j-reload4j:1.7.36",
     "org.bouncycastle:bcpkix-jdk18on:1.79",  # needed by YARN
 )
-_ALL_OF_AWS = "software.amazon.awssdk:bundle"  # 0.7 GB
-_PARTS_OF_AWS = ("s3", "s3-transfer-manager", "sts", "netty-nio-client", "apache-client")
-_S3A = (
+_AWS_BUNDLE = "software.amazon.awssdk:bundle"  # all modules of AWS, 0.7 GB; excluded
+_AWS_MODULES = ("s3", "s3-transfer-manager", "sts", "netty-nio-client", "apache-client")
+_S3A_PACKAGES = (
     f"org.apache.hadoop:hadoop-aws:{_VERSION}",
-    *(f"software.amazon.awssdk:{part}:2.35.4" for part in _PARTS_OF_AWS),
+    *(f"software.amazon.awssdk:{module}:2.35.4" for module in _AWS_MODULES),
 )
 # The next run reuses these folders; `make` targets of several checkouts may share them.
 _CACHES = Path(__file__).parents[1] / "build"
-_FETCH = """
+_FETCH_PROGRAM = """
 import sys
 from pyspark.sql import SparkSession
 builder = SparkSession.builder.master("local[1]").config("spark.ui.enabled", "false")
@@ -39,8 +39,8 @@ builder.config("spark.driver.host", "127.0.0.1").getOrCreate().stop()
 """
 START_SECONDS = 150.0
 _STOP_SECONDS = 20.0
-_ROOM = 2**30
-_LOG = """log4j.rootLogger=WARN,E
+_MIN_FREE_BYTES = 2**30
+_LOG4J_PROPERTIES = """log4j.rootLogger=WARN,E
 log4j.appender.E=org.apache.log4j.ConsoleAppender
 log4j.appender.E.layout=org.apache.log4j.PatternLayout
 log4j.appender.E.layout.ConversionPattern=%d %p %c: %m%n
@@ -49,12 +49,12 @@ log4j.appender.E.layout.ConversionPattern=%d %p %c: %m%n
 
 def hadoop_jars() -> Path:
     """Return the folder with the jars of Hadoop's servers."""
-    return _fetched(_SERVERS, _CACHES / "hadoop")
+    return _fetched(_SERVER_PACKAGES, _CACHES / "hadoop")
 
 
 def s3a_jars() -> Path:
     """Return the folder with the jars of Spark's connector to S3."""
-    return _fetched(_S3A, _CACHES / "hadoop-aws")
+    return _fetched(_S3A_PACKAGES, _CACHES / "hadoop-aws")
 
 
 def _fetched(packages: Sequence[str], cache: Path) -> Path:
@@ -65,9 +65,9 @@ def _fetched(packages: Sequence[str], cache: Path) -> Path:
     with (cache / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not complete.exists() or complete.read_text() != wanted:
-            command = [sys.executable, "-c", _FETCH, wanted, str(cache), _ALL_OF_AWS]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-            assert done.returncode == 0, f"Jars cannot be fetched:\n{done.stdout}{done.stderr}"
+            command = [sys.executable, "-c", _FETCH_PROGRAM, wanted, str(cache), _AWS_BUNDLE]
+            completed = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+            assert completed.returncode == 0, f"Jars cannot be fetched:\n{completed.stdout}{completed.stderr}"
             complete.write_text(wanted)
     return jars
 
@@ -76,9 +76,9 @@ def _fetched(packages: Sequence[str], cache: Path) -> Path:
 def roomy_folder(folder: Path) -> Iterator[Path]:
     """Yield ``folder``, or one in memory if the disk has little room left.
 
-    Hadoop counts the space that users other than root may use: it stops using a disk that still works for root.
+    Hadoop counts only the space that is not reserved for root, so it may refuse a disk that root can still use.
     """
-    if shutil.disk_usage(folder).free >= _ROOM:
+    if shutil.disk_usage(folder).free >= _MIN_FREE_BYTES:
         yield folder
         return
     with tempfile.TemporaryDirectory(prefix="sparkhvd-hadoop-", dir="/dev/shm") as memory:
@@ -91,12 +91,12 @@ def configure(conf: Path, files: Mapping[str, Mapping[str, object]]) -> Path:
     for name, settings in files.items():
         entries = "".join(f"<property><name>{k}</name><value>{v}</value></property>" for k, v in settings.items())
         (conf / f"{name}.xml").write_text(f"<configuration>{entries}</configuration>")
-    (conf / "log4j.properties").write_text(_LOG)
+    (conf / "log4j.properties").write_text(_LOG4J_PROPERTIES)
     return conf
 
 
 def start_daemon(conf: Path, main: str, log: Path, *arguments: str) -> subprocess.Popen[bytes]:
-    """Start a main class of Hadoop."""
+    """Start the main class ``main`` of Hadoop."""
     java = Path(os.environ["JAVA_HOME"], "bin", "java") if "JAVA_HOME" in os.environ else "java"
     command = [str(java), "-Xmx256m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", f"-Djava.io.tmpdir={conf}"]
     with log.open("w") as output:

@@ -51,9 +51,9 @@ def _run(folder: Path, data_nodes: int, address: str) -> Iterator[Hdfs]:
         url = f"hdfs://{address}:{_listening_port(started[0], port_file, address)}"
         conf = _configuration(folder, "conf", url, data_nodes)
         for index in range(data_nodes):
-            own = _configuration(folder, f"conf-{index}", url, data_nodes, f"data-{index}")
-            started.append(start_daemon(own, f"{_SERVER}.datanode.DataNode", folder / f"data-{index}.log"))
-        _wait_until_it_writes(url, folder, data_nodes)
+            node_conf = _configuration(folder, f"conf-{index}", url, data_nodes, f"data-{index}")
+            started.append(start_daemon(node_conf, f"{_SERVER}.datanode.DataNode", folder / f"data-{index}.log"))
+        _wait_until_writable(url, folder, data_nodes)
         yield Hdfs(url, conf, started[1:], {port for node in started[1:] for port in listening_ports(node)})
     finally:
         stop_daemons(started)
@@ -107,7 +107,7 @@ def _speaks_http(address: str, port: int) -> bool:
         connection.close()
 
 
-def _wait_until_it_writes(url: str, folder: Path, data_nodes: int) -> None:
+def _wait_until_writable(url: str, folder: Path, data_nodes: int) -> None:
     from hdfs_native import Client, WriteOptions  # noqa: PLC0415
 
     client = Client(url, {"dfs.client.failover.max.attempts": "2"})
@@ -122,5 +122,5 @@ def _wait_until_it_writes(url: str, folder: Path, data_nodes: int) -> None:
                 logs = "".join(log.read_text()[-3000:] for log in folder.glob("*.log"))
                 raise AssertionError(f"HDFS did not start:\n{logs}") from error
             time.sleep(0.2)
-    assert client.read("/ready").read() == b"ready"  # starts the client's lasting threads
+    assert client.read("/ready").read() == b"ready"  # starts the client's persistent threads
     client.delete("/ready", False)

@@ -1,4 +1,4 @@
-"""The smallest training whose success is visible: a network of two parameters learns a line."""
+"""A minimal training with a visible result: a model with two parameters learns a line."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def estimator(store: Store | None, **more: Any) -> TorchEstimator:
 
 
 def errors(spark: SparkSession, store: Store | None, **more: Any) -> list[float]:
-    """Return the error of the learned line for each row."""
+    """Train an estimator, and return the error of the learned line for each row."""
     df = points(spark)
     rows = estimator(store, **more).fit(df).transform(df).select("y", "y__output").collect()
     return [abs(row.y - row.y__output) for row in rows]

@@ -1,4 +1,4 @@
-"""Programs that tests run: in a separate process, which has a SparkContext of its own, or in the tests' session."""
+"""Run the programs of tests, in a separate process with its own SparkContext or in the session of the tests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 def run_script(
     command: Sequence[str | Path], folder: Path, seconds: float, *, stdin: str = "", **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program that imports sparkhvd in ``folder``, where Spark leaves its files."""
+    """Run a program that imports sparkhvd; its current folder, which also gets Spark's files, is ``folder``."""
     folder.mkdir(exist_ok=True)
     return subprocess.run(
         command,
@@ -54,9 +54,9 @@ def run_in_session(script: Path, arguments: Sequence[str], folder: Path, session
         patch.setattr(type(session), "stop", lambda _session: None)
         try:
             runpy.run_path(str(script), run_name="__main__")
-        except SystemExit as ended:
-            if ended.code:
-                raise AssertionError(printed.getvalue()) from ended
+        except SystemExit as exited:
+            if exited.code:
+                raise AssertionError(printed.getvalue()) from exited
         finally:
             logger.setLevel(level)  # a program may change it
     return printed.getvalue()
@@ -67,9 +67,9 @@ def print_results(results: dict[str, Any]) -> None:
     print("FOUND " + json.dumps(results), flush=True)
 
 
-def results_of(done: subprocess.CompletedProcess[str], more: str = "") -> dict[str, Any]:
+def results_of(completed: subprocess.CompletedProcess[str], more: str = "") -> dict[str, Any]:
     """Return a script's results; if there are none, fail with all of its output and ``more``."""
-    line = re.search(r"^FOUND (\{.*\})$", done.stdout, re.MULTILINE)
-    assert line, f"{done.stdout}{done.stderr}{more}"
+    line = re.search(r"^FOUND (\{.*\})$", completed.stdout, re.MULTILINE)
+    assert line, f"{completed.stdout}{completed.stderr}{more}"
     results: dict[str, Any] = json.loads(line[1])
     return results

@@ -15,7 +15,7 @@ def _servers(store_servers: None) -> None:
 @pytest.fixture(params=["file", "hdfs", "s3"])
 def store(request, tmp_path):
     """Provide one Store for each way of publishing a file."""
-    made = create(request.param, request, tmp_path)
-    yield made
-    if hasattr(made, "_connection"):
-        made._connection.close()
+    created = create(request.param, request, tmp_path)
+    yield created
+    if hasattr(created, "_connection"):
+        created._connection.close()

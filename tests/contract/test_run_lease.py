@@ -1,4 +1,4 @@
-"""A run has one fit at a time, and only its latest owner can write; on every kind of Store, with real processes."""
+"""One fit at a time holds a run, and only its latest holder can write: tests with real processes and every Store."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sparkhvd.estimators.training import checkpoint
 from sparkhvd.store import layout
 from tests.waiting import wait_for
 
-# Takes the run "r", saves a checkpoint, and tries to save another one on request.
+# A fit that holds the run "r": it saves a checkpoint, and on request tries to save another one.
 HOLDER = """
 import pickle, sys
 from sparkhvd.data.reuse.leases import Hold
@@ -48,7 +48,7 @@ hold.close()
 
 @contextmanager
 def another_fit(store, folder, machine):
-    """Start a process that holds the run on a machine with the id ``machine``."""
+    """Start a fit in another process, which holds the run "r" as if on the machine with the id ``machine``."""
     path = folder / "store.pickle"
     path.write_bytes(pickle.dumps(store))
     command = [sys.executable, "-c", HOLDER, str(path), machine]
@@ -61,28 +61,28 @@ def another_fit(store, folder, machine):
         process.communicate(timeout=60)
 
 
-def latest(store):
+def latest_checkpoint(store):
     path = checkpoint.latest(store, "r")
     return checkpoint.load(store, path)
 
 
-def saved(fence, epoch, state):
+def save_checkpoint(fence, epoch, state):
     checkpoint.save(fence, checkpoint.Checkpoint(epoch, 1, (), state))
 
 
 @contextmanager
 def outdated_check():
-    """Let the next check for a higher token pass, as if that token were claimed after it."""
-    look, looks = Fence.check, []
+    """Skip the next check for a higher token, as if that token were claimed between the check and the write."""
+    original_check, calls = Fence.check, []
 
     def check(fence):
-        looks.append(fence)
-        if len(looks) > 1:
-            look(fence)
+        calls.append(fence)
+        if len(calls) > 1:
+            original_check(fence)
 
     with mock.patch.object(Fence, "check", check):
         yield
-    assert looks
+    assert calls
 
 
 def test_a_second_fit_is_refused_until_the_first_is_killed(store, tmp_path):
@@ -92,47 +92,47 @@ def test_a_second_fit_is_refused_until_the_first_is_killed(store, tmp_path):
         process.kill()
         process.wait(60)
         lease = acquire_lease(store, "r")
-        assert latest(store).state == b"of the holder"
+        assert latest_checkpoint(store).state == b"of the holder"
         fence = claim_fence(store, "r", lease.holder)
-        saved(fence, 1, b"ours")
-        assert latest(store).state == b"ours"
+        save_checkpoint(fence, 1, b"ours")
+        assert latest_checkpoint(store).state == b"ours"
         assert len(store.list(layout.checkpoints_folder("r"))) == 1
         lease.release()
         acquire_lease(store, "r").release()
 
 
-def test_a_fit_on_another_machine_is_taken_over_only_while_it_is_suspended(store, tmp_path):
+def test_a_run_is_taken_over_from_another_machine_only_while_its_fit_is_suspended(store, tmp_path):
     with another_fit(store, tmp_path, "elsewhere") as process:
         with pytest.raises(ParamError, match="is being trained by another fit"):
             acquire_lease(store, "r")
         process.send_signal(signal.SIGSTOP)
         lease = acquire_lease(store, "r", silent_seconds=1.0)
         fence = claim_fence(store, "r", lease.holder)
-        saved(fence, 1, b"ours")
+        save_checkpoint(fence, 1, b"ours")
         process.send_signal(signal.SIGCONT)
         process.stdin.write("\n")
         process.stdin.flush()
         message = process.stdout.readline()
         assert message.startswith("FENCED Run 'r' in "), message
         assert "was taken over by another fit" in message
-        assert (latest(store).epoch, latest(store).state) == (1, b"ours")
+        assert (latest_checkpoint(store).epoch, latest_checkpoint(store).state) == (1, b"ours")
         lease.check()
         lease.release()
 
 
-def test_a_fit_that_gets_the_run_after_another_waiting_fit_is_not_taken_over(store, tmp_path):
+def test_a_fit_that_acquires_the_run_after_another_waiting_fit_keeps_it(store, tmp_path):
     with another_fit(store, tmp_path, "elsewhere") as process:
         process.kill()
         process.wait(60)
-        refuse, waits = run_lease._refuse_active, []
+        refuse_active, calls = run_lease._refuse_active, []
 
-        def wait(*args):
-            waits.append(args)
-            if len(waits) == 1:
+        def let_another_fit_acquire_first(*args):
+            calls.append(args)
+            if len(calls) == 1:
                 acquire_lease(store, "r", silent_seconds=0.2).release()
-            refuse(*args)
+            refuse_active(*args)
 
-        with mock.patch.object(run_lease, "_refuse_active", wait):
+        with mock.patch.object(run_lease, "_refuse_active", let_another_fit_acquire_first):
             lease = acquire_lease(store, "r", silent_seconds=0.2)
         with pytest.raises(ParamError, match="is being trained by another fit"):
             acquire_lease(store, "r")
@@ -152,59 +152,59 @@ def test_a_fit_that_fails_before_its_ranks_start_leaves_no_run_unless_an_earlier
 
 
 def test_exactly_one_of_several_simultaneous_fits_gets_the_run(store):
-    barrier, outcomes = threading.Barrier(4), []
+    barrier, leases = threading.Barrier(4), []
 
-    def begin():
+    def acquire():
         barrier.wait(30)
         with suppress(ParamError):
-            outcomes.append(acquire_lease(store, "r"))
+            leases.append(acquire_lease(store, "r"))
 
-    threads = [threading.Thread(target=begin) for _ in range(4)]
+    threads = [threading.Thread(target=acquire) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    (lease,) = outcomes
+    (lease,) = leases
     lease.check()
 
 
 @pytest.mark.parametrize("store", ["file"], indirect=True)
 def test_a_writer_suspended_between_check_and_write_changes_nothing(store):
-    first = acquire_lease(store, "r")
-    old = claim_fence(store, "r", first.holder)
-    saved(old, 3, b"first")
-    first.release()
-    second = acquire_lease(store, "r")
-    new = claim_fence(store, "r", second.holder)
-    assert latest(store).state == b"first"
+    first_lease = acquire_lease(store, "r")
+    old_fence = claim_fence(store, "r", first_lease.holder)
+    save_checkpoint(old_fence, 3, b"first")
+    first_lease.release()
+    second_lease = acquire_lease(store, "r")
+    new_fence = claim_fence(store, "r", second_lease.holder)
+    assert latest_checkpoint(store).state == b"first"
     with outdated_check(), pytest.raises(StoreError, match="was taken over"):
-        saved(old, 9, b"late")
+        save_checkpoint(old_fence, 9, b"late")
     with outdated_check():
-        checkpoint.save_final(old, checkpoint.Checkpoint(9, 1, (), b"late"))
-    assert (latest(store).epoch, checkpoint.kept_epochs(store, "r")) == (3, {3})
-    saved(new, 4, b"second")
+        checkpoint.save_final(old_fence, checkpoint.Checkpoint(9, 1, (), b"late"))
+    assert (latest_checkpoint(store).epoch, checkpoint.kept_epochs(store, "r")) == (3, {3})
+    save_checkpoint(new_fence, 4, b"second")
     with outdated_check(), pytest.raises(StoreError, match="was taken over"):
-        saved(old, 10, b"late")
-    assert (latest(store).epoch, latest(store).state) == (4, b"second")
+        save_checkpoint(old_fence, 10, b"late")
+    assert (latest_checkpoint(store).epoch, latest_checkpoint(store).state) == (4, b"second")
     with pytest.raises(StoreError, match="was taken over by another fit"):
-        first.check()
+        first_lease.check()
     with pytest.raises(StoreError, match="was taken over by another fit"):
-        old.check()
+        old_fence.check()
     with pytest.raises(StoreError, match="was taken over by another fit"):
-        claim_fence(store, "r", first.holder)
-    second.release()
+        claim_fence(store, "r", first_lease.holder)
+    second_lease.release()
 
 
 @pytest.mark.parametrize("store", ["file"], indirect=True)
 def test_restarted_ranks_fence_their_predecessors(store):
     lease = acquire_lease(store, "r")
-    before = claim_fence(store, "r", lease.holder)
-    saved(before, 1, b"before")
-    again = claim_fence(store, "r", lease.holder)
+    old_fence = claim_fence(store, "r", lease.holder)
+    save_checkpoint(old_fence, 1, b"old")
+    new_fence = claim_fence(store, "r", lease.holder)
     with pytest.raises(StoreError, match="was taken over"):
-        saved(before, 2, b"before")
-    saved(again, 2, b"again")
-    assert latest(store).state == b"again"
+        save_checkpoint(old_fence, 2, b"old")
+    save_checkpoint(new_fence, 2, b"new")
+    assert latest_checkpoint(store).state == b"new"
     lease.check()
     lease.release()
 
@@ -212,17 +212,17 @@ def test_restarted_ranks_fence_their_predecessors(store):
 @pytest.mark.parametrize("store", ["file"], indirect=True)
 def test_a_crash_between_the_two_files_of_a_claim_loses_nothing(store):
     lease = acquire_lease(store, "r")
-    saved(claim_fence(store, "r", lease.holder), 1, b"kept")
+    save_checkpoint(claim_fence(store, "r", lease.holder), 1, b"kept")
     lease.release()
     with (
         mock.patch.object(run_lease, "owned_checkpoints", side_effect=KeyboardInterrupt),
         pytest.raises(KeyboardInterrupt),
     ):
         acquire_lease(store, "r")
-    assert latest(store).state == b"kept"
-    again = acquire_lease(store, "r", silent_seconds=0.2)
-    assert latest(store).state == b"kept"
-    again.release()
+    assert latest_checkpoint(store).state == b"kept"
+    next_lease = acquire_lease(store, "r", silent_seconds=0.2)
+    assert latest_checkpoint(store).state == b"kept"
+    next_lease.release()
 
 
 @pytest.mark.parametrize("store", ["file"], indirect=True)
@@ -235,7 +235,7 @@ def test_leftovers_of_claims_do_not_accumulate(store):
 
 
 @pytest.mark.parametrize("store", ["file"], indirect=True)
-def test_a_run_that_could_not_be_released_is_free_for_the_next_fit_of_the_process(store):
+def test_a_run_that_could_not_be_released_is_free_for_the_next_fit_of_the_same_process(store):
     lease = acquire_lease(store, "r")
     claim_fence(store, "r", lease.holder)
     with (
@@ -261,7 +261,7 @@ def test_a_lease_survives_content_that_no_fit_wrote(store, content, caplog):
         with store.open(path, "wb") as file:
             file.write(value)
 
-    honest, last = read(claim), read(beat)
+    claim_content, beat_content = read(claim), read(beat)
     hold = Hold(lease, check_seconds=0.02, renew_seconds=0.02)
     try:
         write(claim, content)
@@ -269,9 +269,9 @@ def test_a_lease_survives_content_that_no_fit_wrote(store, content, caplog):
             lease.check()
         with pytest.raises(StoreError, match="does not hold the content that a fit wrote there"):
             claim_fence(store, "r", lease.holder)
-        wait_for(lambda: "does not hold the content that a fit wrote there" in caplog.text)  # the thread meets it, too
-        write(claim, honest)
-        last = read(beat)
-        wait_for(lambda: read(beat) != last)
+        wait_for(lambda: "does not hold the content that a fit wrote there" in caplog.text)  # the thread reads it, too
+        write(claim, claim_content)
+        beat_content = read(beat)
+        wait_for(lambda: read(beat) != beat_content)
     finally:
         hold.close()

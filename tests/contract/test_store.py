@@ -1,4 +1,4 @@
-"""The contract of a Store, run for every entry of the registry against real servers."""
+"""The contract of a Store, tested for every entry of the registry against real servers."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def local_location(request, tmp_path):
 
 def dbfs_location(request, tmp_path):
     folder = Path("/dbfs", uuid.uuid4().hex)
-    made = not folder.parent.exists()
+    is_mount_missing = not folder.parent.exists()
     try:
         folder.mkdir(parents=True)
     except PermissionError:
         pytest.skip("making /dbfs, where Databricks mounts its files, needs root")
-    request.addfinalizer(folder.parent.rmdir if made else lambda: None)
+    request.addfinalizer(folder.parent.rmdir if is_mount_missing else lambda: None)
     request.addfinalizer(lambda: shutil.rmtree(folder))
     return f"dbfs:/{folder.name}/a store", {}
 
@@ -68,46 +68,46 @@ def memory_location(request, tmp_path):
     return f"memory://{uuid.uuid4().hex}/a store", {}
 
 
-# The first test below fails for a backend without a location.
-PLACES = {
+# Every registered scheme needs a location here; the first test below checks this.
+LOCATIONS = {
     "file": local_location,
     "dbfs": dbfs_location,
     "hdfs": hdfs_location,
     "viewfs": viewfs_location,
     **{scheme: s3_location(scheme) for scheme in ("s3", "s3a", "s3n")},
 }
-ANY_OTHER = {"gs": gcs_location, "memory": memory_location}
-# One scheme for each class and kind of server; a single test below covers the other names of each.
+FSSPEC_LOCATIONS = {"gs": gcs_location, "memory": memory_location}
+# One scheme for each class and kind of server; test_every_scheme_stores_and_returns_bytes covers the others.
 SCHEMES = ["file", "dbfs", "hdfs", "s3", "gs", "memory"]
 
 
-def test_every_registered_scheme_has_a_test_store():
-    assert set(PLACES) == set(STORES)
+def test_every_registered_scheme_has_a_location():
+    assert set(LOCATIONS) == set(STORES)
 
 
 def create(scheme, request, tmp_path):
-    url, options = (PLACES | ANY_OTHER)[scheme](request, tmp_path)
+    url, options = (LOCATIONS | FSSPEC_LOCATIONS)[scheme](request, tmp_path)
     return Store.create(url, **({"storage_options": options} if options else {}))
 
 
 @pytest.fixture(params=SCHEMES)
 def store(request, tmp_path):
-    made = create(request.param, request, tmp_path)
-    yield made
-    if hasattr(made, "_connection"):
-        made._connection.close()
+    created = create(request.param, request, tmp_path)
+    yield created
+    if hasattr(created, "_connection"):
+        created._connection.close()
 
 
-@pytest.mark.parametrize("scheme", [*PLACES, *ANY_OTHER])
+@pytest.mark.parametrize("scheme", [*LOCATIONS, *FSSPEC_LOCATIONS])
 def test_every_scheme_stores_and_returns_bytes(scheme, request, tmp_path):
-    made = create(scheme, request, tmp_path)
-    made.publish("a/b", b"1")
-    assert made.list("") == ["a/b"]
-    assert made.at(made.url).url == made.url
-    assert made.at(made.url).list("a") == ["a/b"]
+    created = create(scheme, request, tmp_path)
+    created.publish("a/b", b"1")
+    assert created.list("") == ["a/b"]
+    assert created.at(created.url).url == created.url
+    assert created.at(created.url).list("a") == ["a/b"]
 
 
-def test_the_backend_implements_the_store_protocol(store):
+def test_every_backend_implements_the_store_protocol(store):
     assert isinstance(store, Store)
 
 
@@ -131,7 +131,7 @@ NAMES = ["a b", "ümläut", "a%20b", "a#b?c", "a=b&c", "a+b'c", "a[1]*", "~a", "
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_names_are_taken_literally(store, name):
+def test_special_characters_in_names_are_taken_literally(store, name):
     store.publish(f"folder/{name}/{name}", b"1")
     assert store.list("") == [f"folder/{name}/{name}"]
     assert store.exists(f"folder/{name}/{name}")
@@ -201,7 +201,7 @@ def test_a_failed_write_leaves_no_files(store):
     assert store.list("") == []
 
 
-def test_a_file_written_again_replaces_the_old_one_on_close(store):
+def test_a_rewritten_file_replaces_the_old_one_when_it_is_closed(store):
     for content in (b"first", b"second"):
         with store.open("x", "wb") as file:
             file.write(content)
@@ -267,7 +267,7 @@ def test_delete_removes_a_file_or_folder_and_ignores_missing_paths(store):
     assert store.list("") == []
 
 
-def test_a_store_can_be_pickled_to_another_process(store):
+def test_a_pickled_store_equals_the_original_and_is_small(store):
     store.publish("x", b"1")
     copy = pickle.loads(pickle.dumps(store))
     assert copy == store
@@ -276,33 +276,41 @@ def test_a_store_can_be_pickled_to_another_process(store):
     assert len(pickle.dumps(store)) < 1000
 
 
-def test_secrets_are_not_shown(store):
+def test_the_representation_of_a_store_contains_no_secret(store):
     assert SECRET not in repr(store)
     assert SECRET not in str(vars(store))
 
 
+def options_of(store):
+    """Return the arguments that another Store on the same server needs."""
+    return {"storage_options": store.storage_options} if getattr(store, "storage_options", None) else {}
+
+
 def test_runs_can_have_their_own_folder(store):
-    elsewhere = f"{store.url.rpartition('/')[0]}/the runs"
-    options = {"storage_options": store.storage_options} if getattr(store, "storage_options", None) else {}
-    apart = type(store)(store.url, runs_path=elsewhere, **options)
-    apart.publish("runs/r/x", b"1")
-    apart.publish("datasets/d/y", b"2")
-    assert apart.list("") == ["datasets/d/y", "runs/r/x"]
-    assert apart.list("runs") == apart.list("runs/r") == ["runs/r/x"]
+    runs_url = f"{store.url.rpartition('/')[0]}/the runs"
+    options = options_of(store)
+    separated = type(store)(store.url, runs_path=runs_url, **options)
+    separated.publish("runs/r/x", b"1")
+    separated.publish("datasets/d/y", b"2")
+    assert separated.list("") == ["datasets/d/y", "runs/r/x"]
+    assert separated.list("runs") == separated.list("runs/r") == ["runs/r/x"]
     assert store.list("") == ["datasets/d/y"]
-    assert store.at(elsewhere).list("") == ["r/x"]
-    apart.delete("runs/r")
-    assert apart.list("") == ["datasets/d/y"]
+    assert store.at(runs_url).list("") == ["r/x"]
+    separated.delete("runs/r")
+    assert separated.list("") == ["datasets/d/y"]
 
 
 def test_without_a_prefix_the_store_is_the_common_folder_of_all_paths(store):
-    options = {"storage_options": store.storage_options} if getattr(store, "storage_options", None) else {}
+    options = options_of(store)
     paths = {"train_path": f"{store.url}/rows/train", "val_path": f"{store.url}/rows/validation"}
-    made = type(store)(**paths, **options)
-    assert made.url == f"{store.url}/rows"
-    assert (made.train_path, made.val_path, made.test_path) == (*paths.values(), None) or made.url.startswith("file:")
+    created = type(store)(**paths, **options)
+    assert created.url == f"{store.url}/rows"
+    assert (created.train_path, created.val_path, created.test_path) == (
+        *paths.values(),
+        None,
+    ) or created.url.startswith("file:")
     store.publish("rows/train/x.parquet", b"1")
-    assert made.at(made.train_path).list("") == ["x.parquet"]
+    assert created.at(created.train_path).list("") == ["x.parquet"]
 
 
 def rows_of(files, split):
@@ -310,34 +318,34 @@ def rows_of(files, split):
     return [x for batch in source.epoch(0) for x in batch.columns["x"].tolist()]
 
 
-def test_files_at_train_and_val_paths_are_training_data(store):
+def test_files_at_train_path_and_val_path_are_training_and_validation_data(store):
     for name, first in (("train/0", 0), ("train/1", 100), ("held out", 200)):
         with store.open(f"rows/{name}.parquet", "wb") as file:
             parquet.write_table(pa.table({"x": range(first, first + 100), "y": [0.5] * 100}), file, row_group_size=30)
     store.publish("rows/train/_SUCCESS", b"")
-    options = {"storage_options": store.storage_options} if getattr(store, "storage_options", None) else {}
-    made = type(store)(
+    options = options_of(store)
+    created = type(store)(
         store.url, train_path=f"{store.url}/rows/train", val_path=f"{store.url}/rows/held out.parquet", **options
     )
     configured = []
-    access = Access(made, configure=lambda store: configured.append(store) or store)
-    files = open_existing(made.train_path, made.val_path, feature_cols=["x"], label_cols=["y"], access=access)
+    access = Access(created, configure=lambda store: configured.append(store) or store)
+    files = open_existing(created.train_path, created.val_path, feature_cols=["x"], label_cols=["y"], access=access)
     assert rows_of(files, "train") == list(range(200))
     assert rows_of(files, "validation") == list(range(200, 300))
     assert configured == [], "the Store's own file system is used"
     url = f"{store.url}/rows/train"
-    other = {"s3": "s3a"}.get(url.partition(":")[0])
-    again = open_existing(
-        url if other is None else other + url[2:], feature_cols=["x"], label_cols=["y"], access=access
+    other_scheme = {"s3": "s3a"}.get(url.partition(":")[0])
+    reopened = open_existing(
+        url if other_scheme is None else other_scheme + url[2:], feature_cols=["x"], label_cols=["y"], access=access
     )
-    assert again.manifest.train.rows == 200
-    alone = open_data(url, ["x"], **options)
-    assert rows_of(alone, "train") == list(range(200))
-    inside = open_data("rows/train/1.parquet", ["x"], store=store)
-    assert rows_of(inside, "train") == list(range(100, 200))
-    for one in (files, again, alone):
-        if hasattr(one.store, "_connection"):
-            one.store._connection.close()
+    assert reopened.manifest.train.rows == 200
+    by_url = open_data(url, ["x"], **options)
+    assert rows_of(by_url, "train") == list(range(200))
+    by_path = open_data("rows/train/1.parquet", ["x"], store=store)
+    assert rows_of(by_path, "train") == list(range(100, 200))
+    for data in (files, reopened, by_url):
+        if hasattr(data.store, "_connection"):
+            data.store._connection.close()
 
 
 def test_arrow_reads_parquet_written_through_the_store(store):

@@ -14,23 +14,27 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 # busy: 503 SlowDown. forbidden: 403. refuse: the connection is closed before the request is forwarded. lose: the
-# request arrives, but its answer does not. cut: half of the answer's body arrives. shorten: like cut, and the answer
-# declares the length of that half. empty: the request arrives, but its answer has no body. keep: the server deletes no
-# files, and reports this in a successful answer. keep_forbidden: like keep, with an error that no retry resolves.
+# request arrives, but its response does not. cut: half of the response's body arrives. shorten: like cut, and the
+# response declares the length of that half. empty: the request arrives, but its response has no body. keep: the server
+# deletes no files, and reports this in a successful response. keep_forbidden: like keep, with an error that no retry
+# resolves.
 Fault = Literal["busy", "forbidden", "refuse", "lose", "cut", "shorten", "empty", "keep", "keep_forbidden"]
 
 _ERRORS = {"busy": (503, "SlowDown", "Please reduce your request rate."), "forbidden": (403, "AccessDenied", "No.")}
-_KEPT = {"keep": ("InternalError", "We encountered an internal error."), "keep_forbidden": ("AccessDenied", "No.")}
+_DELETE_ERRORS = {
+    "keep": ("InternalError", "We encountered an internal error."),
+    "keep_forbidden": ("AccessDenied", "No."),
+}
 
 
 @dataclass
 class FaultyS3:
-    """A running relay.
+    """A running proxy.
 
     Attributes:
         endpoint: its URL.
         choose: returns the fault of a request by its method and path; None forwards the request.
-        seen: all requests, as "METHOD fault or 'passed'".
+        seen: all requests, each as "METHOD fault", or "METHOD passed" without a fault.
     """
 
     endpoint: str = ""
@@ -58,20 +62,20 @@ class FaultyS3:
 
 @contextmanager
 def faulty_s3(endpoint: str) -> Iterator[FaultyS3]:
-    """Run a relay in front of the server at ``endpoint``, on a separate thread."""
-    relay = FaultyS3()
+    """Run a proxy in front of the server at ``endpoint``, on a separate thread."""
+    proxy = FaultyS3()
 
     class Handler(_Handler):
         target = urlsplit(endpoint).netloc
-        faulty = relay
+        faulty_s3 = proxy
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = False
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, name="faulty-s3")
     thread.start()
-    relay.endpoint = f"http://127.0.0.1:{server.server_port}"
+    proxy.endpoint = f"http://127.0.0.1:{server.server_port}"
     try:
-        yield relay
+        yield proxy
     finally:
         server.shutdown()
         server.server_close()
@@ -82,22 +86,22 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"  # clients of S3 wait for its "100 Continue"
     timeout = 20
     target: str
-    faulty: FaultyS3
+    faulty_s3: FaultyS3
 
-    def _relay(self) -> None:
-        self.close_connection = True  # one request per connection, so that cutting one harms no other
+    def _forward_or_fail(self) -> None:
+        self.close_connection = True  # one request per connection, so that a cut connection affects no other request
         assert "chunked" not in self.headers.get("Transfer-Encoding", "")
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        fault = self.faulty.choose(self.command, self.path)
-        self.faulty.seen.append(f"{self.command} {fault or 'passed'}")
+        fault = self.faulty_s3.choose(self.command, self.path)
+        self.faulty_s3.seen.append(f"{self.command} {fault or 'passed'}")
         if fault in _ERRORS:
-            self._answer_error(*_ERRORS[fault])
+            self._respond_with_error(*_ERRORS[fault])
             return
-        if fault in _KEPT:
-            self._answer_kept(body, *_KEPT[fault])
+        if fault in _DELETE_ERRORS:
+            self._respond_without_deleting(body, *_DELETE_ERRORS[fault])
             return
         if fault != "refuse":
-            status, headers, content = self._passed_on(body)
+            status, headers, content = self._forwarded(body)
             if fault in {None, "cut", "shorten", "empty"}:
                 sent = content if fault is None else content[: 0 if fault == "empty" else len(content) // 2]
                 self.send_response_only(status)
@@ -113,28 +117,28 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.flush()
             self.connection.shutdown(socket.SHUT_RDWR)
 
-    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _relay  # noqa: N815
+    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _forward_or_fail  # noqa: N815
 
-    def _passed_on(self, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
+    def _forwarded(self, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
         connection = http.client.HTTPConnection(self.target, timeout=20)
         try:
             connection.request(self.command, self.path, body, {k: v for k, v in self.headers.items() if k != "Expect"})
-            answer = connection.getresponse()
-            return answer.status, answer.getheaders(), answer.read()
+            response = connection.getresponse()
+            return response.status, response.getheaders(), response.read()
         finally:
             connection.close()
 
-    def _answer_error(self, status: int, code: str, message: str) -> None:
-        self._answer(status, f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{message}</Message></Error>")
+    def _respond_with_error(self, status: int, code: str, message: str) -> None:
+        self._respond(status, f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{message}</Message></Error>")
 
-    def _answer_kept(self, body: bytes, code: str, message: str) -> None:
-        why = f"<Code>{code}</Code><Message>{message}</Message>"
+    def _respond_without_deleting(self, body: bytes, code: str, message: str) -> None:
+        details = f"<Code>{code}</Code><Message>{message}</Message>"
         errors = "".join(
-            f"<Error><Key>{key}</Key>{why}</Error>" for key in re.findall(r"<Key>(.*?)</Key>", body.decode())
+            f"<Error><Key>{key}</Key>{details}</Error>" for key in re.findall(r"<Key>(.*?)</Key>", body.decode())
         )
-        self._answer(200, f"<?xml version='1.0'?><DeleteResult>{errors}</DeleteResult>")
+        self._respond(200, f"<?xml version='1.0'?><DeleteResult>{errors}</DeleteResult>")
 
-    def _answer(self, status: int, text: str) -> None:
+    def _respond(self, status: int, text: str) -> None:
         content = text.encode()
         self.send_response_only(status)
         self.send_header("Content-Type", "application/xml")

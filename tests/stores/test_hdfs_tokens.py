@@ -1,4 +1,4 @@
-"""Delegation tokens of a real name node: only they give access to files that only their owner may read."""
+"""Delegation tokens of a real name node give other users access to the private files of their owner."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def token(hdfs, tmp_path_factory):
 
 
 @pytest.fixture
-def theirs(hdfs, monkeypatch):
+def private_url(hdfs, monkeypatch):
     """Return the URL of a folder that only alice may read, and act as another user."""
     url = f"{hdfs.url}/{uuid.uuid4().hex}"
     store = Store.create(url)
     store.publish("x", b"alice's")
     client, folder = store._filesystem().client, store._folders.root
-    for place in (f"{folder}/x", folder):
-        client.set_owner(place, "alice", "staff")
+    for path in (f"{folder}/x", folder):
+        client.set_owner(path, "alice", "staff")
     client.set_permission(folder, 0o700)
     store._connection.close()
     monkeypatch.setenv("HADOOP_USER_NAME", "somebody")
@@ -50,18 +50,18 @@ def content_of(url, settings=KERBEROS):
         store._connection.close()
 
 
-def test_a_token_opens_what_its_owner_may_read(theirs, token, monkeypatch):
+def test_a_token_gives_access_to_the_files_of_its_owner(private_url, token, monkeypatch):
     with pytest.raises(StoreError, match="Permission denied: user=somebody"):
-        content_of(theirs)
+        content_of(private_url)
     monkeypatch.setenv("HADOOP_TOKEN_FILE_LOCATION", str(token))
-    assert content_of(theirs) == b"alice's"
+    assert content_of(private_url) == b"alice's"
     with pytest.raises(StoreError, match="Permission denied: user=somebody"):
-        content_of(theirs, {})  # without Kerberos, the client does not use the token
+        content_of(private_url, {})  # without Kerberos, the client does not use the token
 
 
-def test_a_token_is_found_when_the_name_node_is_named_by_its_host(theirs, token, monkeypatch):
+def test_a_token_is_found_when_the_name_node_is_addressed_by_its_host_name(private_url, token, monkeypatch):
     monkeypatch.setenv("HADOOP_TOKEN_FILE_LOCATION", str(token))
-    by_host = theirs.replace("127.0.0.1", "localhost")
+    by_host = private_url.replace("127.0.0.1", "localhost")
     assert content_of(by_host) == b"alice's"
     server, _, folder = by_host.rpartition("/")
     by_default = HDFSStore(f"/{folder}", extra_conf={**KERBEROS, "fs.defaultFS": server})
@@ -70,25 +70,25 @@ def test_a_token_is_found_when_the_name_node_is_named_by_its_host(theirs, token,
     by_default._connection.close()
 
 
-def test_rows_are_written_as_the_owner_of_the_token(theirs, token, monkeypatch):
+def test_files_are_written_as_the_owner_of_the_token(private_url, token, monkeypatch):
     monkeypatch.setenv("HADOOP_TOKEN_FILE_LOCATION", str(token))
-    store = Store.create(theirs, storage_options=KERBEROS)
+    store = Store.create(private_url, storage_options=KERBEROS)
     store.publish("y", b"1")
     assert store._filesystem().client.get_file_info(f"{store._folders.root}/y").owner == "alice"
     store._connection.close()
 
 
-def test_a_token_of_another_name_node_is_refused_at_once(theirs, token, monkeypatch, tmp_path):
+def test_a_token_with_a_wrong_password_is_refused_without_retries(private_url, token, monkeypatch, tmp_path):
     content = bytearray(token.read_bytes())
-    content[content.index(b"HDFS_DELEGATION_TOKEN") - 5] ^= 255  # the end of the token's password
+    content[content.index(b"HDFS_DELEGATION_TOKEN") - 5] ^= 255  # the last byte of the token's password
     (tmp_path / "token").write_bytes(bytes(content))
     monkeypatch.setenv("HADOOP_TOKEN_FILE_LOCATION", str(tmp_path / "token"))
     with pytest.raises(StoreError, match=r"Cannot open hdfs://.*/x: .*DIGEST-MD5") as caught:
-        content_of(theirs)
+        content_of(private_url)
     assert "attempts" not in str(caught.value)
 
 
-def test_a_host_name_is_kept_unless_a_token_needs_another(tmp_path):
+def test_a_host_name_is_kept_unless_a_token_was_issued_for_its_address(tmp_path):
     tokens = tmp_path / "tokens"
     tokens.write_bytes(b"HDTS\x0e127.0.0.1:8020")
     assert name_with_token("localhost:8020", str(tokens)) == "127.0.0.1:8020"

@@ -1,4 +1,4 @@
-"""Folders that are full, removed, read-only, or have leftovers of a killed writer."""
+"""Stores in folders that are full, removed or read-only, or that have leftovers of a killed writer."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def small_disk(tmp_path):
     """Mount a file system of one megabyte."""
     folder = tmp_path / "small"
     folder.mkdir()
-    done = subprocess.run(
+    completed = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True, text=True, check=False
     )
-    if done.returncode:
-        pytest.skip(f"mounting a small disk needs root and the right to mount: {done.stderr.strip()}")
+    if completed.returncode:
+        pytest.skip(f"mounting a small disk needs root and the right to mount: {completed.stderr.strip()}")
     yield folder
     subprocess.run(["umount", folder], check=True)
 
@@ -52,26 +52,29 @@ def test_a_full_disk_is_an_error_and_leaves_no_partial_file(small_disk):
     store.publish("after", b"2")
 
 
-def test_prepared_rows_that_are_not_kept_are_removed_from_a_full_disk(small_disk):
+def fill_disk(filler):
+    """Append to the file ``filler`` until its disk is full."""
+    with suppress(OSError), filler.open("ab", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+
+
+def test_prepared_datasets_that_are_not_kept_are_removed_from_a_full_disk(small_disk):
     store = LocalStore(str(small_disk / "store"))
     kept, released = leases.take(store, "kept", 60.0), leases.take(store, "released", 0.0)
     for dataset_id in ("kept", "released"):
         store.publish(layout.manifest_path(dataset_id), b"{}")
     filler = small_disk / "filler"
-    with suppress(OSError), filler.open("wb", buffering=0) as file:
-        while True:
-            file.write(bytes(4096))
+    fill_disk(filler)
     released.release()
     assert store.list("") == [layout.manifest_path("kept"), kept.path]
-    with suppress(OSError), filler.open("ab", buffering=0) as file:
-        while True:
-            file.write(bytes(4096))
+    fill_disk(filler)
     with pytest.raises(StoreError, match="No space left on device"):
         kept.release()
     assert store.list("") == [layout.manifest_path("kept"), kept.path]
 
 
-def test_a_full_disk_for_buffered_uploads_is_named(small_disk, monkeypatch):
+def test_the_error_of_a_full_disk_for_buffered_uploads_names_its_folder(small_disk, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(small_disk))
     store = Store.create("memory://full-disk")
     message = rf"Cannot buffer the content of memory://.*full-disk/x in {small_disk}: No space left on device"
@@ -86,7 +89,7 @@ def test_a_full_disk_for_buffered_uploads_is_named(small_disk, monkeypatch):
     assert store.list("") == []
 
 
-def test_a_folder_that_disappears_is_named_and_created_again_by_a_later_write(tmp_path):
+def test_a_removed_folder_is_named_in_errors_and_created_again_by_a_later_write(tmp_path):
     store = LocalStore(str(tmp_path / "store"))
     with store.open("x.parquet", "wb") as file:
         parquet.write_table(pa.table({"x": range(100_000)}), file, row_group_size=1000)
@@ -103,12 +106,12 @@ def test_a_folder_that_disappears_is_named_and_created_again_by_a_later_write(tm
     assert store.list("") == ["y"]
 
 
-def test_leftovers_of_a_killed_writer_are_removed_by_a_later_one(tmp_path):
+def test_old_leftovers_of_a_killed_writer_are_removed_by_a_later_writer(tmp_path):
     store = LocalStore(str(tmp_path))
     for name, age in (("old", 25 * 3600), ("new", 3600)):
-        left = tmp_path / f".{name}.unfinished"
-        left.write_bytes(b"half")
-        os.utime(left, (time.time() - age,) * 2)
+        leftover = tmp_path / f".{name}.unfinished"
+        leftover.write_bytes(b"half")
+        os.utime(leftover, (time.time() - age,) * 2)
     store.publish("x", b"1")
     assert sorted(path.name for path in tmp_path.iterdir()) == [".new.unfinished", "x"]
     assert store.list("") == ["x"]
@@ -117,27 +120,27 @@ def test_leftovers_of_a_killed_writer_are_removed_by_a_later_one(tmp_path):
 def test_a_read_only_folder_is_refused_when_the_store_is_created():
     if os.getuid() != 0:
         pytest.skip("becoming another user needs root")
-    # Root may write everywhere, so another user must try, in a folder outside pytest's private ones.
+    # Root may write everywhere, so this test becomes another user, who cannot enter pytest's private folders.
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
         Path(folder).chmod(0o755)
         code = (
             f"import os; from sparkhvd.store.backends.local import LocalStore; os.setuid(65534); LocalStore({folder!r})"
         )
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert f"The Store file://{folder} is not readable and writable for this user" in done.stderr
+        completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert f"The Store file://{folder} is not readable and writable for this user" in completed.stderr
 
 
 @pytest.mark.parametrize("form", ["dbfs:/{}", "/dbfs/{}", "file:/dbfs/{}", "file:///dbfs/{}"])
 def test_on_databricks_all_paths_of_a_folder_give_the_same_store(form, tmp_path, monkeypatch):
     name = tmp_path.name
-    made = Path("/dbfs").exists()
+    had_mount = Path("/dbfs").exists()
     try:
         Path("/dbfs", name).mkdir(parents=True)
     except PermissionError:
         pytest.skip("making /dbfs, where Databricks mounts its files, needs root")
     try:
-        elsewhere = Store.create(f"/dbfs/{name}")
-        assert type(elsewhere) is LocalStore
+        outside_databricks = Store.create(f"/dbfs/{name}")
+        assert type(outside_databricks) is LocalStore
         monkeypatch.setenv("DATABRICKS_RUNTIME_VERSION", "16.4")
         store = Store.create(form.format(name))
         assert type(store).__name__ == "DBFSStore"
@@ -145,5 +148,5 @@ def test_on_databricks_all_paths_of_a_folder_give_the_same_store(form, tmp_path,
         assert store.spark_url("a/b") == f"dbfs:/{name}/a/b"
     finally:
         shutil.rmtree(Path("/dbfs", name))
-        if not made:
+        if not had_mount:
             Path("/dbfs").rmdir()

@@ -1,7 +1,8 @@
-"""Faults and refusals of S3: operations succeed or raise a clear error; they never return wrong data or hang."""
+"""Operations on a faulty S3 server succeed or raise a clear error; they never return wrong data or hang."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -22,178 +23,176 @@ from tests.stores.faulty_s3 import faulty_s3
 
 
 @pytest.fixture
-def relay(s3):
+def proxy(s3):
     with faulty_s3(s3.endpoint) as running:
         yield running
 
 
 @pytest.fixture
-def store(relay):
-    made = Store.create(
-        f"s3://{BUCKET}/{uuid.uuid4().hex}", storage_options=options_for(relay.endpoint), retry_seconds=30
+def store(proxy):
+    created = Store.create(
+        f"s3://{BUCKET}/{uuid.uuid4().hex}", storage_options=options_for(proxy.endpoint), retry_seconds=30
     )
-    yield made
-    made._connection.close()
+    yield created
+    created._connection.close()
+
+
+@pytest.fixture
+def impatient_store(store):
+    """Provide a Store at the same URL that retries for only a second."""
+    created = Store.create(store.url, storage_options=store.storage_options, retry_seconds=1)
+    yield created
+    created._connection.close()
 
 
 @pytest.mark.parametrize("fault", ["busy", "refuse", "lose"])
-def test_transient_failures_are_retried(store, relay, fault):
-    relay.first(3, fault, "PUT")
+def test_transient_failures_are_retried(store, proxy, fault):
+    proxy.first(3, fault, "PUT")
     store.publish("m", b"manifest")
     with store.open("x", "wb") as file:
         file.write(b"content")
-    relay.first(3, fault, "GET", "HEAD")
+    proxy.first(3, fault, "GET", "HEAD")
     assert store.list("") == ["m", "x"]
-    relay.first(3, fault, "GET", "HEAD")
+    proxy.first(3, fault, "GET", "HEAD")
     assert store.exists("x")
     assert not store.exists("y")
-    relay.first(3, fault, "GET", "HEAD")
+    proxy.first(3, fault, "GET", "HEAD")
     with store.open("x", "rb") as file:
         assert file.read() == b"content"
-    assert len([seen for seen in relay.seen if fault in seen]) == 3
-    relay.first(3, fault, "POST", "DELETE")
+    assert len([seen for seen in proxy.seen if fault in seen]) == 3
+    proxy.first(3, fault, "POST", "DELETE")
     store.delete("x")
     assert store.list("") == ["m"]
 
 
-def test_a_publisher_whose_response_is_lost_recognizes_its_own_file(store, relay):
-    relay.first(1, "lose", "PUT")
+def test_a_publisher_whose_response_is_lost_recognizes_its_own_file(store, proxy):
+    proxy.first(1, "lose", "PUT")
     store.publish("m", b"mine")
-    assert relay.seen[0] == "PUT lose"
-    assert len([seen for seen in relay.seen if seen.startswith("PUT")]) > 1
+    assert proxy.seen[0] == "PUT lose"
+    assert len([seen for seen in proxy.seen if seen.startswith("PUT")]) > 1
     with pytest.raises(StoreError, match="exists already"):
         store.publish("m", b"mine")
 
 
 @pytest.mark.parametrize("fault", ["cut", "shorten"])
-def test_a_file_is_read_again_when_its_answers_end_too_early_several_times(store, relay, fault):
+def test_a_read_is_repeated_when_several_responses_end_too_early(store, proxy, fault):
     content = os.urandom(300_000)
     with store.open("x", "wb") as file:
         file.write(content)
-    relay.first(5, fault, "GET")
+    proxy.first(5, fault, "GET")
     with store.open("x", "rb") as file:
         assert file.read() == content
-    relay.first(5, fault, "GET")
+    proxy.first(5, fault, "GET")
     filesystem, path = store.arrow("x")
     with filesystem.open_input_file(path) as file:
         file.seek(1000)
         assert file.read(5000) == content[1000:6000]
-    assert relay.seen.count(f"GET {fault}") == 5
+    assert proxy.seen.count(f"GET {fault}") == 5
 
 
 @pytest.mark.parametrize("fault", ["empty", "cut", "shorten"])
-def test_an_answer_without_content_is_not_an_empty_list(store, relay, fault):
+def test_a_truncated_response_is_not_an_empty_list(store, impatient_store, proxy, fault):
     store.publish("folder/a", b"1")
     store.publish("folder/b", b"2")
-    relay.first(3, fault, "GET")
+    proxy.first(3, fault, "GET")
     assert store.list("folder") == ["folder/a", "folder/b"]
-    assert relay.seen.count(f"GET {fault}") == 3
-    relay.first(3, fault, "GET")
+    assert proxy.seen.count(f"GET {fault}") == 3
+    proxy.first(3, fault, "GET")
     assert store.exists("folder")
-    relay.first(3, fault, "POST")
+    proxy.first(3, fault, "POST")
     store.delete("folder")
     assert store.list("") == []
-    impatient = Store.create(store.url, storage_options=store.storage_options, retry_seconds=1)
-    relay.always(fault)
+    proxy.always(fault)
     with pytest.raises(StoreError, match=r"Cannot list s3://.*/folder: .* \(gave up after \d+ attempts\)\.$"):
-        impatient.list("folder")
-    impatient._connection.close()
+        impatient_store.list("folder")
 
 
-def test_a_large_file_is_written_whole_when_answers_lack_their_content(store, relay):
-    content = os.urandom(101 * 1024 * 1024)  # in parts
-    relay.first(2, "empty", "POST")
+def test_a_large_file_is_written_completely_despite_empty_responses(store, proxy):
+    content = os.urandom(101 * 1024 * 1024)  # large enough for an upload in parts
+    proxy.first(2, "empty", "POST")
     with store.open("x", "wb") as file:
         file.write(content)
-    assert relay.seen.count("POST empty") == 2
+    assert proxy.seen.count("POST empty") == 2
     with store.open("x", "rb") as file:
         assert file.read() == content
 
 
-def test_files_that_the_server_did_not_delete_are_deleted_by_a_retry_or_raise_an_error(store, relay):
+def test_files_that_the_server_did_not_delete_are_deleted_by_a_retry_or_raise_an_error(store, impatient_store, proxy):
     for name in ("a", "b"):
         store.publish(f"folder/{name}", b"1")
-    relay.first(2, "keep", "POST")
+    proxy.first(2, "keep", "POST")
     store.delete("folder")
-    assert relay.seen.count("POST keep") == 2
+    assert proxy.seen.count("POST keep") == 2
     assert store.list("") == []
     store.publish("folder/a", b"1")
-    relay.choose = lambda method, _: "keep_forbidden" if method == "POST" else None
+    proxy.choose = lambda method, _: "keep_forbidden" if method == "POST" else None
     with pytest.raises(StoreError, match=r"Cannot delete s3://.*/folder: No \(file .*/folder.*\)\.$"):
         store.delete("folder")
-    impatient = Store.create(store.url, storage_options=store.storage_options, retry_seconds=1)
-    relay.choose = lambda method, _: "keep" if method == "POST" else None
+    proxy.choose = lambda method, _: "keep" if method == "POST" else None
     with pytest.raises(StoreError, match=r"/folder: We encountered an internal error \(file .*gave up after"):
-        impatient.delete("folder")
+        impatient_store.delete("folder")
     assert store.list("") == ["folder/a"]
-    impatient._connection.close()
 
 
 @pytest.mark.parametrize("fault", ["cut", "busy", "refuse"])
-def test_parquet_is_read_correctly_over_a_bad_connection(store, relay, fault):
+def test_parquet_is_read_correctly_over_a_faulty_connection(store, proxy, fault):
     table = pa.table({"x": pa.array(range(200_000), pa.int64())})
     with store.open("x.parquet", "wb") as file:
         parquet.write_table(table, file, row_group_size=20_000, use_dictionary=False)
     filesystem, path = store.arrow("x.parquet")
-    every_third = iter(range(10**9))
-    relay.choose = lambda method, _: fault if method == "GET" and next(every_third) % 3 == 0 else None
+    request_numbers = itertools.count()
+    proxy.choose = lambda method, _: fault if method == "GET" and next(request_numbers) % 3 == 0 else None
     with filesystem.open_input_file(path) as file:
         assert parquet.ParquetFile(file).read().equals(table)
-    assert f"GET {fault}" in relay.seen
+    assert f"GET {fault}" in proxy.seen
 
 
-def test_a_server_that_stays_busy_ends_in_a_clear_error(store, relay):
-    impatient = Store.create(store.url, storage_options=store.storage_options, retry_seconds=1)
-    relay.always("busy")
+def test_a_server_that_stays_unavailable_causes_a_clear_error(impatient_store, proxy):
+    proxy.always("busy")
     message = r"Cannot open s3://.*/x: Service Unavailable \(gave up after \d+ attempts\)\.$"
     with pytest.raises(StoreError, match=message):
-        impatient.open("x", "rb")
-    relay.always("refuse")
+        impatient_store.open("x", "rb")
+    proxy.always("refuse")
     with pytest.raises(StoreError, match=r"Cannot publish s3://.*/x: .* \(gave up after \d+ attempts\)\.$"):
-        impatient.publish("x", b"")
-    impatient._connection.close()
+        impatient_store.publish("x", b"")
 
 
-def test_a_saved_file_that_cannot_be_replaced_keeps_its_earlier_content(store, relay, tmp_path):
-    impatient = Store.create(store.url, storage_options=store.storage_options, retry_seconds=1)
+def test_a_saved_file_that_cannot_be_replaced_keeps_its_earlier_content(impatient_store, proxy, tmp_path):
     best = tmp_path / "best.keras"
     best.write_bytes(b"best so far")
-    job_files.replace_file(impatient, "saved/best.keras", best)
+    job_files.replace_file(impatient_store, "saved/best.keras", best)
     best.write_bytes(b"better")
-    relay.choose = lambda method, _: "busy" if method == "PUT" else None
+    proxy.choose = lambda method, _: "busy" if method == "PUT" else None
     with pytest.raises(StoreError, match=r"Cannot write s3://.*/saved/best\.keras: "):
-        job_files.replace_file(impatient, "saved/best.keras", best)
-    with impatient.open("saved/best.keras", "rb") as file:
+        job_files.replace_file(impatient_store, "saved/best.keras", best)
+    with impatient_store.open("saved/best.keras", "rb") as file:
         assert file.read() == b"best so far"
-    relay.choose = lambda method, path: None
-    job_files.replace_file(impatient, "saved/best.keras", best)
-    with impatient.open("saved/best.keras", "rb") as file:
+    proxy.choose = lambda method, path: None
+    job_files.replace_file(impatient_store, "saved/best.keras", best)
+    with impatient_store.open("saved/best.keras", "rb") as file:
         assert file.read() == b"better"
-    impatient._connection.close()
 
 
-def test_a_history_that_cannot_be_replaced_keeps_its_earlier_epochs(store, relay):
-    impatient = Store.create(store.url, storage_options=store.storage_options, retry_seconds=1)
+def test_a_history_that_cannot_be_replaced_keeps_its_earlier_epochs(store, impatient_store, proxy):
     records = [EpochRecord(epoch, {"loss": 1.0}, {}, 1.0, 1.0, {}) for epoch in range(2)]
-    run_log.write(impatient, "a run", records[:1])
+    run_log.write(impatient_store, "a run", records[:1])
     before = store.list("")
-    relay.choose = lambda method, _: "busy" if method == "PUT" else None
+    proxy.choose = lambda method, _: "busy" if method == "PUT" else None
     for history in (records[:1], records):  # the first epoch is trained again after a resume
         with pytest.raises(StoreError, match="Cannot write s3://"):
-            run_log.write(impatient, "a run", history)
-    relay.choose = lambda method, path: None
+            run_log.write(impatient_store, "a run", history)
+    proxy.choose = lambda method, path: None
     assert store.list("") == before
     with store.open("runs/a run/history.json", "rb") as file:
         assert len(json.loads(file.read())) == 1
-    impatient._connection.close()
 
 
-def test_a_refusal_is_not_retried_and_reported_without_secrets(store, relay, caplog):
+def test_a_refusal_is_not_retried_and_reported_without_secrets(store, proxy, caplog):
     caplog.set_level(logging.DEBUG, "sparkhvd")
-    relay.always("forbidden")
+    proxy.always("forbidden")
     with pytest.raises(StoreError, match=r"Cannot publish s3://.*/m: No\.$") as caught:
         store.publish("m", b"1")
-    assert relay.seen == ["PUT forbidden"]
+    assert proxy.seen == ["PUT forbidden"]
     for action in (lambda: store.open("m", "rb"), lambda: store.list(""), lambda: store.delete("m")):
         with pytest.raises(StoreError, match=r"Cannot .* s3://.*(Forbidden|No)\.$"):
             action()
@@ -212,15 +211,15 @@ def test_a_silent_server_times_out(s3, monkeypatch):
         store._connection.close()
 
 
-def test_an_unreachable_server_is_named(s3):
+def test_the_error_names_an_unreachable_server(s3):
     options = options_for("http://127.0.0.1:1")
-    nowhere = Store.create(f"s3://{BUCKET}/x", storage_options=options, retry_seconds=0.5)
+    store = Store.create(f"s3://{BUCKET}/x", storage_options=options, retry_seconds=0.5)
     with pytest.raises(StoreError, match=r"Cannot list s3://.*127\.0\.0\.1:1"):
-        nowhere.list("")
-    nowhere._connection.close()
+        store.list("")
+    store._connection.close()
 
 
-def test_a_missing_bucket_is_named(s3):
+def test_the_error_names_a_missing_bucket(s3):
     store = Store.create("s3://no-such-bucket/x", storage_options=s3.options)
     with pytest.raises(StoreError, match=r"Cannot publish s3://no-such-bucket/x/m: .*the bucket does not exist"):
         store.publish("m", b"1")
@@ -232,12 +231,14 @@ def test_the_error_for_missing_credentials_lists_their_sources(s3, monkeypatch, 
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    nobody = Store.create(f"s3://{BUCKET}/nobodys", storage_options={"endpoint_url": s3.endpoint}, retry_seconds=5)
+    without_credentials = Store.create(
+        f"s3://{BUCKET}/nobodys", storage_options={"endpoint_url": s3.endpoint}, retry_seconds=5
+    )
     try:
-        with pytest.raises(StoreError) as raised:
-            nobody.publish("m", b"manifest")
+        with pytest.raises(StoreError) as caught:
+            without_credentials.publish("m", b"manifest")
     finally:
-        nobody._connection.close()
-    assert "Unable to locate credentials. Pass storage_options={'key': ..., 'secret': ...}" in str(raised.value)
+        without_credentials._connection.close()
+    assert "Unable to locate credentials. Pass storage_options={'key': ..., 'secret': ...}" in str(caught.value)
     for name in ("spark.hadoop.fs.s3a.access.key", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        assert name in str(raised.value)
+        assert name in str(caught.value)
