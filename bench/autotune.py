@@ -1,9 +1,9 @@
 """Measure the gain of autotuning: a tuned and an untuned communicator take turns with the same steps in one process.
 
-There are three kinds of steps: 1,000 tensors of 4 KiB, submitted asynchronously; the exchange of an MLP's gradients,
-2.4 million parameters, without their computation; and the whole training step of this MLP, with gradients exchanged
-during the backward pass. The tuned communicator first runs alone until it has made its choice. A figure is the median
-of the slowest rank.
+There are three kinds of steps: 1,000 tensors of 4 KiB, submitted asynchronously; the exchange of the gradients of an
+MLP with 2.4 million parameters, without their computation; and the whole training step of this MLP, which exchanges
+gradients during the backward pass. The tuned communicator first runs alone until it has made its choice. A figure is
+the median of the slowest rank.
 
     python -m bench.autotune [--ranks 2] [--seconds 10]
 """
@@ -38,8 +38,8 @@ def main() -> None:
     print(machine.describe())
     rows = sparkhvd.run(measure, args=(arguments.seconds,), num_proc=arguments.ranks, launcher="local", verbose=0)[0]
     print(f"\n{arguments.ranks} processes{'untuned':>14}{'tuned':>10}   speed   choice")
-    for name, default, tuned, choice in rows:
-        print(f"{name:<12}{default * 1e3:>10.2f} ms{tuned * 1e3:>7.2f} ms{default / tuned:>7.2f}x  {choice}")
+    for name, untuned, tuned, choice in rows:
+        print(f"{name:<12}{untuned * 1e3:>10.2f} ms{tuned * 1e3:>7.2f} ms{untuned / tuned:>7.2f}x  {choice}")
     print(f"\nafterwards: {machine.load()}")
 
 
@@ -47,8 +47,8 @@ def measure(seconds: float) -> list[tuple[str, float, float, dict[str, int]]]:
     """Run on every rank."""
     torch.set_num_threads(1)
     return [
-        _row("1000 x 4 KiB", lambda me: _exchange(me, [(1024,)] * 1000), seconds),
-        _row("gradients", lambda me: _exchange(me, SHAPES[::-1]), seconds),
+        _row("1000 x 4 KiB", lambda communicator: _exchange(communicator, [(1024,)] * 1000), seconds),
+        _row("gradients", lambda communicator: _exchange(communicator, SHAPES[::-1]), seconds),
         _row("MLP step", _training, seconds),
     ]
 
@@ -57,43 +57,43 @@ def _row(name: str, make: Callable[[Communicator], Step], seconds: float) -> tup
     context = session.launch_context()
     tuned_context = replace(context, config=replace(context.config, autotune=True))
     with (
-        Communicator(context, scope=f"{name} untuned") as default,
+        Communicator(context, scope=f"{name} untuned") as untuned,
         Communicator(tuned_context, scope=f"{name} tuned") as tuned,
     ):
-        steps = [make(default), make(tuned)]
+        steps = [make(untuned), make(tuned)]
         while tuned.tuning()["searching"]:
             steps[1]()
         times, end = [], time.perf_counter() + seconds
-        while default.allreduce(np.array(time.perf_counter() < end), ReduceOp.MAX, name="more"):
-            times.append([_timed(step, default) for step in steps])
-        slowest = default.allreduce(np.array(times), ReduceOp.MAX)
+        while untuned.allreduce(np.array(time.perf_counter() < end), ReduceOp.MAX, name="more"):
+            times.append([_timed(step, untuned) for step in steps])
+        slowest = untuned.allreduce(np.array(times), ReduceOp.MAX)
         return name, statistics.median(slowest[:, 0]), statistics.median(slowest[:, 1]), tuned.tuning()
 
 
-def _timed(step: Step, together: Communicator) -> float:
-    together.barrier()
+def _timed(step: Step, communicator: Communicator) -> float:
+    communicator.barrier()
     start = time.perf_counter()
     step()
     return time.perf_counter() - start
 
 
-def _exchange(me: Communicator, shapes: list[tuple[int, ...]]) -> Step:
+def _exchange(communicator: Communicator, shapes: list[tuple[int, ...]]) -> Step:
     arrays = [np.zeros(shape, np.float32) for shape in shapes]
 
     def step() -> None:
-        for handle in [me.allreduce_async(array, name=f"{i}", out=array) for i, array in enumerate(arrays)]:
+        for handle in [communicator.allreduce_async(array, name=f"{i}", out=array) for i, array in enumerate(arrays)]:
             handle.wait()
 
     return step
 
 
-def _training(me: Communicator) -> Step:
+def _training(communicator: Communicator) -> Step:
     network, inputs, labels = mlp(), torch.randn(64, 784), torch.randint(10, (64,))
     optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
     handles = []
 
     def exchange(name: str, gradient: np.ndarray) -> None:
-        handles.append(me.allreduce_async(gradient, name=name, out=gradient))
+        handles.append(communicator.allreduce_async(gradient, name=name, out=gradient))
 
     for name, parameter in network.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda p, name=name: exchange(name, p.grad.numpy()))

@@ -1,11 +1,11 @@
 """Compare the allreduce of sparkhvd with its peers between processes of this machine.
 
-Each peer runs in processes of its own, because peers in one process would slow each other down, and starts as its users
-start it. sparkhvd's engine (named, negotiated, asynchronous), its direct calls and physical_limit.c run in ranks of
-``sparkhvd.run``. The Gloo of torch.distributed runs in plain processes. Open MPI runs under mpirun, through mpi4py and
-with the shared-memory transport. Each peer starts several times, in a random order per round. A figure is the median
-over the turns of all rounds, and the time of a turn is that of the slowest rank. The program checks results before it
-measures times.
+Each peer runs in processes of its own, because peers in one process would slow each other down, and is started as its
+users start it. sparkhvd's engine (named, negotiated, asynchronous), its direct calls and physical_limit.c run in ranks
+of ``sparkhvd.run``. The Gloo of torch.distributed runs in plain processes. Open MPI runs under mpirun, through mpi4py
+and with the shared-memory transport. Each peer starts several times, in a random order per round. A figure is the
+median over the turns of all rounds, and the time of a turn is that of the slowest rank. The program checks results
+before it measures times.
 
     python -m bench.collectives [--ranks 2 4] [--seconds 3] [--largest MIB] [--rounds 3]
 """
@@ -40,14 +40,14 @@ KIB, MIB = 1 << 10, 1 << 20
 SIZES = (4 * KIB, 64 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)
 HALF_SIZES = (64 * KIB, MIB, 16 * MIB, 64 * MIB)
 LIMIT_CHUNKS = (64 * KIB, 128 * KIB, 256 * KIB, 512 * KIB)
-MANY = 1000
+MANY_TENSORS = 1000
 CALLS = 5  # per turn
 ROOT = Path(__file__).parents[1]
 
 Operation = Callable[[], object]
 Turns = dict[str, dict[str, list[float]]]  # by row, then by operation: seconds of the slowest rank
 Medians = dict[str, float]
-PEERS = ("ours", "gloo", "mpi")
+PEERS = ("sparkhvd", "gloo", "mpi")
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,10 @@ class Group:
         size: the number of ranks.
         barrier: returns on all ranks at about the same time.
         slowest: returns the elementwise maximum of the ranks' values.
-        reduce: returns the operations that sum a tensor in place. With 0 seconds for a choice among settings, there is
-            only the default operation.
-        reduce_many: returns the same for many tensors at once.
-        half_types: whether to measure other element types, too.
+        reduce: takes a tensor and the seconds for a choice among settings; returns the operations that sum the tensor
+            in place. With 0 seconds, there is only the default operation.
+        reduce_many: returns the operations that sum many tensors at once.
+        half_types: whether to measure float16 and bfloat16, too.
     """
 
     rank: int
@@ -77,7 +77,7 @@ class Group:
 def main() -> None:
     arguments = _arguments()
     if arguments.peer:
-        _plain_rank(arguments)
+        _peer_rank(arguments)
         return
     print(f"{machine.describe()}; torch {torch.__version__}")
     for ranks in arguments.ranks:
@@ -106,8 +106,8 @@ def _medians_of_rounds(ranks: int, seconds: float, largest: int, rounds: int) ->
 
 def _launch(peer: str, ranks: int, seconds: float, largest: int, folder: Path) -> Turns:
     """Run the ranks of a peer and return their measurements."""
-    if peer == "ours":
-        return sparkhvd.run(_own_rank, (str(folder), seconds, largest), num_proc=ranks, launcher="local")[0]
+    if peer == "sparkhvd":
+        return sparkhvd.run(_sparkhvd_rank, (str(folder), seconds, largest), num_proc=ranks, launcher="local")[0]
     command = [sys.executable, "-m", "bench.collectives", "--peer", peer, "--folder", str(folder)]
     command += ["--seconds", str(seconds), "--largest", str(largest), "--ranks", str(ranks)]
     if peer == "mpi":
@@ -146,26 +146,26 @@ def _build_limit(folder: Path) -> None:
 # The code of one rank.
 
 
-def _own_rank(folder: str, seconds: float, largest: int) -> Turns:
+def _sparkhvd_rank(folder: str, seconds: float, largest: int) -> Turns:
     import sparkhvd.torch as hvd  # noqa: PLC0415  (the other peers run without it)
     from sparkhvd.comm import session  # noqa: PLC0415
     from sparkhvd.comm.collectives.buffers import ReduceOp  # noqa: PLC0415
 
     hvd.init()
-    me, nothing = session.current(), np.zeros(1, np.float32)
+    communicator, zero = session.current(), np.zeros(1, np.float32)
     limit = _open_limit(Path(folder), hvd.rank(), hvd.size(), hvd.barrier)
 
     def reduce(tensor: torch.Tensor, seconds: float) -> dict[str, Operation]:
         name = f"bench.{tensor.dtype}.{len(tensor)}"
-        ours: dict[str, Operation] = {"engine": lambda: hvd.allreduce_(tensor, name=name, op=hvd.Sum)}
+        operations: dict[str, Operation] = {"engine": lambda: hvd.allreduce_(tensor, name=name, op=hvd.Sum)}
         if seconds:
             array = tensor.numpy()
             chunks = LIMIT_CHUNKS if tensor.nbytes > 64 * KIB else LIMIT_CHUNKS[:1]
             limits = {str(n): partial(limit.limit_allreduce, array.ctypes.data, len(array), n) for n in chunks}
-            alone = _turns(group, limits, seconds / 4, [tensor])
-            ours["direct"] = lambda: me.allreduce_now(array, ReduceOp.SUM, out=array)
-            ours["limit"] = limits[min(alone, key=lambda chunk: statistics.median(alone[chunk]))]
-        return ours
+            limit_turns = _turns(group, limits, seconds / 4, [tensor])
+            operations["direct"] = lambda: communicator.allreduce_now(array, ReduceOp.SUM, out=array)
+            operations["limit"] = limits[min(limit_turns, key=lambda chunk: statistics.median(limit_turns[chunk]))]
+        return operations
 
     def reduce_many(tensors: list[torch.Tensor]) -> dict[str, Operation]:
         def engine() -> None:
@@ -178,8 +178,8 @@ def _own_rank(folder: str, seconds: float, largest: int) -> Turns:
     group = Group(
         hvd.rank(),
         hvd.size(),
-        lambda: me.allreduce_now(nothing, ReduceOp.SUM, out=nothing),
-        lambda values: me.allreduce(values, ReduceOp.MAX),
+        lambda: communicator.allreduce_now(zero, ReduceOp.SUM, out=zero),
+        lambda values: communicator.allreduce(values, ReduceOp.MAX),
         reduce,
         reduce_many,
         half_types=True,
@@ -189,7 +189,7 @@ def _own_rank(folder: str, seconds: float, largest: int) -> Turns:
     return rows
 
 
-def _plain_rank(arguments: argparse.Namespace) -> None:
+def _peer_rank(arguments: argparse.Namespace) -> None:
     folder = Path(arguments.folder)
     group = _mpi() if arguments.peer == "mpi" else _gloo(folder, arguments.rank, arguments.ranks[0])
     if group.size != arguments.ranks[0]:
@@ -215,11 +215,11 @@ def _gloo(folder: Path, rank: int, size: int) -> Group:
             warnings.simplefilter("ignore", FutureWarning)  # Gloo has no alternative to it yet
             dist.all_reduce_coalesced(tensors)
 
-    nothing = torch.zeros(1)
+    zero = torch.zeros(1)
     return Group(
         rank,
         size,
-        lambda: dist.all_reduce(nothing),
+        lambda: dist.all_reduce(zero),
         slowest,
         lambda tensor, _: {"gloo": lambda: dist.all_reduce(tensor)},
         lambda tensors: {"gloo": lambda: coalesced(tensors)},
@@ -262,7 +262,7 @@ def _measured(group: Group, seconds: float, largest: int) -> Turns:
     for size in (size for size in SIZES if size <= largest):
         tensor = torch.zeros(size // 4)
         rows[f"float32 {size}"] = _checked(group, group.reduce(tensor, seconds), seconds, [tensor])
-    many = [torch.zeros(1024) for _ in range(MANY)]
+    many = [torch.zeros(1024) for _ in range(MANY_TENSORS)]
     rows["many"] = _checked(group, group.reduce_many(many), seconds, many)
     if group.half_types:
         for size in (size for size in HALF_SIZES if size <= largest):
@@ -287,14 +287,14 @@ def _checked(
 
 
 def _check(group: Group, name: str, operation: Operation, tensors: list[torch.Tensor]) -> None:
-    """Check a sum of integers. It is exact, and neighboring elements differ."""
+    """Check the sum of integers, which is exact and differs between neighboring elements."""
     ranks = group.size
     for number, tensor in enumerate(tensors):
         tensor.copy_((torch.arange(len(tensor)) + number) % 1009 * (group.rank + 1))
     operation()
     for number, tensor in enumerate(tensors):
-        want = ((torch.arange(len(tensor)) + number) % 1009 * (ranks * (ranks + 1) // 2)).float()
-        if not torch.equal(tensor, want):
+        expected = ((torch.arange(len(tensor)) + number) % 1009 * (ranks * (ranks + 1) // 2)).float()
+        if not torch.equal(tensor, expected):
             raise SystemExit(f"{name} has a wrong result on rank {group.rank}.")
 
 
@@ -304,8 +304,8 @@ def _turns(
     """Return the mean seconds per call in every turn of each operation."""
     for tensor in tensors:
         tensor.zero_()  # sums of zeros stay finite
-    once = sum(_turn(group, operation) for operation in operations.values()) * CALLS
-    repetitions = int(group.slowest(np.array([min(1000.0, max(7.0, seconds / once))]))[0])
+    seconds_per_round = sum(_turn(group, operation) for operation in operations.values()) * CALLS
+    repetitions = int(group.slowest(np.array([min(1000.0, max(7.0, seconds / seconds_per_round))]))[0])
     draw = random.Random(repetitions)  # the same order on all ranks
     turns: dict[str, list[float]] = {name: [] for name in operations}
     for _ in range(repetitions):
@@ -350,13 +350,15 @@ def _print_tables(ranks: int, rows: dict[str, Medians]) -> None:
         )
     many = rows["many"]
     print(
-        f"\n{MANY} float32 tensors of 4 KiB: engine, async and waited for, {many['engine'] * 1e3:.1f} ms; "
-        f"Gloo coalesced {many['gloo'] * 1e3:.1f} ms: {many['gloo'] / many['engine']:.2f}x"
+        f"\n{MANY_TENSORS} float32 tensors of 4 KiB: asynchronous engine {many['engine'] * 1e3:.1f} ms; "
+        f"coalesced Gloo {many['gloo'] * 1e3:.1f} ms: {many['gloo'] / many['engine']:.2f}x"
     )
     print("\nengine, the same number of elements by type, us (speed relative to float32)\n")
     for name, row in rows.items():
         if name.startswith("half"):
-            cells = "".join(f"{kind:>10} {row[kind] * 1e6:>9.1f} ({row['float32'] / row[kind]:.2f})" for kind in row)
+            cells = "".join(
+                f"{dtype:>10} {row[dtype] * 1e6:>9.1f} ({row['float32'] / row[dtype]:.2f})" for dtype in row
+            )
             print(f"{int(name.split()[1]) // 4:>10}{cells}")
 
 
@@ -368,8 +370,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=3.0, help="approximate seconds of measurement per row")
     parser.add_argument("--largest", type=int, default=256, help="MiB of the largest array")
     parser.add_argument("--rounds", type=int, default=3, help="number of starts of each peer")
-    for name, kind in (("--peer", str), ("--folder", str), ("--rank", int)):  # set for a rank
-        parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
+    for name, value_type in (("--peer", str), ("--folder", str), ("--rank", int)):  # passed to the ranks of a peer
+        parser.add_argument(name, type=value_type, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 

@@ -37,41 +37,42 @@ def main() -> None:
         raise SystemExit("bench.nccl needs a GPU, and torch sees none on this machine.")
     count = torch.cuda.device_count()
     ranks = arguments.ranks or count
-    times = {contender: measured(contender, ranks, arguments.seconds) for contender in CONTENDERS}
+    times = {contender: measure(contender, ranks, arguments.seconds) for contender in CONTENDERS}
     print(f"{machine.describe()}; torch {torch.__version__}; {count} x {torch.cuda.get_device_name()}; {ranks} ranks")
     print(f"{'bytes':>12}" + "".join(f"{contender:>20}" for contender in CONTENDERS) + "  microseconds")
     for index, size in enumerate(SIZES):
         print(f"{size:>12}" + "".join(f"{times[contender][index] * 1e6:>20.1f}" for contender in CONTENDERS))
 
 
-def measured(contender: str, ranks: int, seconds: float) -> list[float]:
-    """Return the seconds of an allreduce by size."""
-    ours = contender != "torch.distributed"
-    env = {"SPARKHVD_GPU_OPERATIONS": contender if ours else "staged"}
-    arguments = (ours, seconds, _free_port())
-    by_rank = sparkhvd.run(_rank, args=arguments, num_proc=ranks, launcher="local", env=env, verbose=0)
+def measure(contender: str, ranks: int, seconds: float) -> list[float]:
+    """Return the seconds of an allreduce for each size."""
+    uses_sparkhvd = contender != "torch.distributed"
+    env = {"SPARKHVD_GPU_OPERATIONS": contender if uses_sparkhvd else "staged"}
+    arguments = (uses_sparkhvd, seconds, _free_port())
+    by_rank = sparkhvd.run(_times_of_rank, args=arguments, num_proc=ranks, launcher="local", env=env, verbose=0)
     return [max(times) for times in zip(*by_rank, strict=True)]
 
 
-def _rank(ours: bool, seconds: float, port: int) -> list[float]:
+def _times_of_rank(uses_sparkhvd: bool, seconds: float, port: int) -> list[float]:
     hvd.init()
     if torch.cuda.device_count() < hvd.local_size():
-        os.environ["NCCL_HOSTID"] = f"host of rank {hvd.rank()}"  # NCCL refuses two ranks of a host on one device
+        # NCCL refuses two ranks of one host on the same device.
+        os.environ["NCCL_HOSTID"] = f"host of rank {hvd.rank()}"
     torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())
-    if not ours:
+    if not uses_sparkhvd:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         dist.init_process_group("nccl", rank=hvd.rank(), world_size=hvd.size())
     times = []
     for size in SIZES:
         data = torch.ones(size // 4, device="cuda")
-        times.append(_median(lambda data=data: _reduce(data, ours), seconds))
-    if not ours:
+        times.append(_median(lambda data=data: _allreduce(data, uses_sparkhvd), seconds))
+    if not uses_sparkhvd:
         dist.destroy_process_group()
     return times
 
 
-def _reduce(data: torch.Tensor, ours: bool) -> None:
-    if ours:
+def _allreduce(data: torch.Tensor, uses_sparkhvd: bool) -> None:
+    if uses_sparkhvd:
         hvd.allreduce_(data, op=hvd.Average)
     else:
         dist.all_reduce(data, op=dist.ReduceOp.AVG)
@@ -83,8 +84,8 @@ def _median(call: Callable[[], None], seconds: float) -> float:
     call()
     start = time.perf_counter()
     call()
-    once = torch.tensor([time.perf_counter() - start])
-    calls = max(5, min(1000, int(seconds / hvd.allreduce(once, op=hvd.Max).item())))
+    duration = torch.tensor([time.perf_counter() - start])
+    calls = max(5, min(1000, int(seconds / hvd.allreduce(duration, op=hvd.Max).item())))
     times = []
     for _ in range(calls):
         start = time.perf_counter()

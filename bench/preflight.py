@@ -2,10 +2,10 @@
 
     python -m bench.preflight
 
-Each line comes from a separate process with a standalone cluster of two workers, each a host with its own address. This
-needs root and network namespaces. When the first preflight begins, the executors run, but none of their Python workers
-does. Every preflight checks a Store. With a framework, it also passes five rows of a DataFrame through a model. The
-doctor starts its own session on a local master.
+Each line comes from a separate process with a standalone cluster of two workers, which are hosts with their own
+addresses. This needs root and network namespaces. When the first preflight begins, the executors run, but have no
+Python workers yet. Every preflight checks a Store. With a framework, it also passes five rows of a DataFrame through a
+model. The doctor starts its own session on a local master.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ def measure(framework: str) -> str:
                 seconds.append(report.seconds)
         finally:
             spark.stop()
-    again = sorted(seconds[1:])[_ROUNDS // 2]
+    repeated = sorted(seconds[1:])[_ROUNDS // 2]
     subject = "no estimator" if framework == "none" else f"estimator of {framework}"
-    return f"{_RANKS} hosts, a Store, {subject}: {seconds[0]:.1f} s, again {again:.1f} s"
+    return f"{_RANKS} hosts, a Store, {subject}: {seconds[0]:.1f} s, again {repeated:.1f} s"
 
 
 def estimator_of(framework: str) -> CheckableEstimator:

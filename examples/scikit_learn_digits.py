@@ -31,7 +31,7 @@ def main() -> None:
     finally:
         spark.stop()
     accuracy = models[0].score(pixels[1500:] / 16, digit[1500:])
-    print(f"the ranks have the same model: {all(np.array_equal(models[0].coef_, one.coef_) for one in models)}")
+    print(f"the ranks have the same model: {all(np.array_equal(models[0].coef_, model.coef_) for model in models)}")
     print(f"held-out accuracy, {options.num_proc} ranks: {accuracy:.1%}")
 
 
@@ -39,10 +39,10 @@ def train(epochs: int) -> SGDClassifier:
     """Run on every rank; return the model that all ranks have at the end."""
     hvd.init()
     pixels, digit = load_digits(return_X_y=True)
-    mine = slice(hvd.rank(), 1500, hvd.size())
+    rows_of_rank = slice(hvd.rank(), 1500, hvd.size())
     model = SGDClassifier(loss="log_loss", random_state=hvd.rank())
     for _ in range(epochs):
-        model.partial_fit(pixels[mine] / 16, digit[mine], classes=range(10))
+        model.partial_fit(pixels[rows_of_rank] / 16, digit[rows_of_rank], classes=range(10))
         model.coef_, model.intercept_ = hvd.grouped_allreduce([model.coef_, model.intercept_])
     return model
 

@@ -27,15 +27,15 @@ def _table(name: str) -> str:
     declared = {name: getattr(sparkhvd, name).declarations for name in _ESTIMATORS}
     shared = set.intersection(*(set(parameters) for parameters in declared.values()))
     if name == "every estimator":
-        rows: Iterable[Any] = (each for key, each in declared[_ESTIMATORS[0]].items() if key in shared)
+        rows: Iterable[Any] = (parameter for key, parameter in declared[_ESTIMATORS[0]].items() if key in shared)
     else:
-        rows = (each for key, each in declared[name].items() if key not in shared)
-    lines = [f"| `{each.name}` | {_default(each.default)} | {each.doc} |" for each in rows]
+        rows = (parameter for key, parameter in declared[name].items() if key not in shared)
+    lines = [f"| `{parameter.name}` | {_default(parameter.default)} | {parameter.doc} |" for parameter in rows]
     return "\n".join(["| parameter | default | meaning |", "| --- | --- | --- |", *lines])
 
 
 def _default(value: object) -> str:
     if value is None or value == ():
         return ""
-    plain = isinstance(value, bool | int | float | str)
-    return f"`{value!r}`" if plain else f"`{type(value).__name__}()`"
+    is_literal = isinstance(value, bool | int | float | str)
+    return f"`{value!r}`" if is_literal else f"`{type(value).__name__}()`"

@@ -21,11 +21,11 @@ from sparkhvd.store import Store  # noqa: E402
 from sparkhvd.world import World  # noqa: E402
 from tests.s3_server import BUCKET, running_s3  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # petastorm uses much that is deprecated
+pytestmark = pytest.mark.filterwarnings("ignore")  # petastorm uses deprecated functions of many packages
 
 DATASET = Path(__file__).parent / "dataset"
-MOTO = Path(__file__).parents[2] / ".venv/bin/python"  # moto conflicts with petastorm
-NUMBERS = ["id", "matrix", "packed", "image", "depth"]
+MOTO_PYTHON = Path(__file__).parents[2] / ".venv/bin/python"  # moto conflicts with petastorm
+NUMERIC_COLUMNS = ["id", "matrix", "packed", "image", "depth"]
 
 
 def world_of(rank, size):
@@ -39,7 +39,7 @@ def source_of(files, rank=0, size=1, batch=3, **options):
 
 @pytest.fixture(scope="module")
 def packed():
-    return open_existing(str(DATASET), feature_cols=NUMBERS, label_cols=["y"])
+    return open_existing(str(DATASET), feature_cols=NUMERIC_COLUMNS, label_cols=["y"])
 
 
 @pytest.fixture(scope="module")
@@ -53,33 +53,35 @@ def plain(tmp_path_factory):
 
 
 def check_against_the_native_reader(files):
-    native = list(ParquetSource(files.store, files.manifest, "train", World(), 3, seed=0, shuffle=False).epoch(0))
-    theirs = list(source_of(files).epoch(0))
-    assert len(theirs) == len(native) == source_of(files).steps()
-    for one, other in zip(theirs, native, strict=True):
-        assert list(one.columns) == list(other.columns)
-        assert (one.rows, one.global_rows) == (other.rows, other.global_rows)
-        for name, array in one.columns.items():
-            np.testing.assert_array_equal(array, other.columns[name])
-            assert array.dtype == other.columns[name].dtype
+    native_batches = list(
+        ParquetSource(files.store, files.manifest, "train", World(), 3, seed=0, shuffle=False).epoch(0)
+    )
+    petastorm_batches = list(source_of(files).epoch(0))
+    assert len(petastorm_batches) == len(native_batches) == source_of(files).steps()
+    for batch, native_batch in zip(petastorm_batches, native_batches, strict=True):
+        assert list(batch.columns) == list(native_batch.columns)
+        assert (batch.rows, batch.global_rows) == (native_batch.rows, native_batch.global_rows)
+        for name, array in batch.columns.items():
+            np.testing.assert_array_equal(array, native_batch.columns[name])
+            assert array.dtype == native_batch.columns[name].dtype
 
 
-def test_petastorm_and_the_native_reader_give_the_same_rows(packed):
+def test_petastorm_and_the_native_reader_return_the_same_rows(packed):
     check_against_the_native_reader(packed)
 
 
 def test_petastorm_reads_s3_with_the_storage_options_of_the_native_reader(plain):
     first = plain.manifest.train.files[0].path
-    here = Path(plain.store.url.removeprefix("file://"), plain.manifest.folder, first).parent
-    with running_s3(str(MOTO)) as server:
+    plain_folder = Path(plain.store.url.removeprefix("file://"), plain.manifest.folder, first).parent
+    with running_s3(str(MOTO_PYTHON)) as server:
         url = f"s3://{BUCKET}/data"
         store = Store.create(url, storage_options=server.options)
-        for name, folder in (("packed", DATASET), ("plain", here)):
+        for name, folder in (("packed", DATASET), ("plain", plain_folder)):
             for file in folder.iterdir():
                 with store.open(f"{name}/{file.name}", "wb") as copy:
                     copy.write(file.read_bytes())
         access = Access(storage_options=server.options)
-        for name, features in (("packed", NUMBERS), ("plain", ["x", "a"])):
+        for name, features in (("packed", NUMERIC_COLUMNS), ("plain", ["x", "a"])):
             files = open_existing(f"{url}/{name}", feature_cols=features, label_cols=["y"], access=access)
             assert files.store.url == url
             check_against_the_native_reader(files)
@@ -90,8 +92,8 @@ def test_petastorm_reads_s3_with_the_storage_options_of_the_native_reader(plain)
 def test_all_ranks_have_equal_steps_and_every_row_is_read_once(plain, size, shuffle):
     ranks = [list(source_of(plain, rank, size, 2, shuffle=shuffle).epoch(1)) for rank in range(size)]
     assert {len(batches) for batches in ranks} == {source_of(plain, 0, size, 2).steps()}
-    found = np.concatenate([batch.columns["x"] for batches in ranks for batch in batches])
-    assert sorted(found.tolist()) == [*range(5), *range(10, 17), *range(20, 24)]
+    values = np.concatenate([batch.columns["x"] for batches in ranks for batch in batches])
+    assert sorted(values.tolist()) == [*range(5), *range(10, 17), *range(20, 24)]
     for step in zip(*ranks, strict=True):
         assert {batch.global_rows for batch in step} == {sum(batch.rows for batch in step)}
     for batches in ranks:
@@ -140,7 +142,7 @@ def test_the_ranks_of_a_spark_job_share_the_rows(spark):
     assert [steps for _, steps in ranks] == [2, 2]
 
 
-def test_an_estimator_trains_equally_with_petastorms_reader(spark):
+def test_an_estimator_learns_the_same_weights_with_petastorms_reader(spark):
     import torch  # noqa: PLC0415
 
     from sparkhvd import TorchEstimator  # noqa: PLC0415
@@ -164,12 +166,12 @@ def test_an_estimator_trains_equally_with_petastorms_reader(spark):
         assert [entry["epoch"] for entry in trained.getHistory()] == [0, 1, 2]
         return [model.weight.item(), model.bias.item()], [p.item() for p in trained.getModel().parameters()]
 
-    first, learnt = weights("petastorm")
-    assert learnt == pytest.approx(weights("native")[1], rel=1e-5)
-    assert learnt != pytest.approx(first, rel=1e-3)
+    initial, learned = weights("petastorm")
+    assert learned == pytest.approx(weights("native")[1], rel=1e-5)
+    assert learned != pytest.approx(initial, rel=1e-3)
 
 
-def test_rows_that_petastorm_loses_are_detected(plain, monkeypatch):
+def test_rows_that_petastorm_loses_or_repeats_are_detected(plain, monkeypatch):
     source = source_of(plain)
     original = source._read
     monkeypatch.setattr(source, "_read", lambda: iter(list(original())[:-1]))

@@ -1,4 +1,4 @@
-"""Write the small petastorm datasets that the tests read. Run it in petastorm's own environment:
+"""Write the small petastorm dataset that the tests read. Run this program in petastorm's own environment:
 
 python tests/petastorm/write_datasets.py FOLDER
 """

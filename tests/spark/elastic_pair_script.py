@@ -1,4 +1,4 @@
-"""Run by test_elastic.py: two elastic jobs, and a fair scheduler that gives each job one of two cores."""
+"""Run by test_elastic.py: start two elastic jobs while a fair scheduler gives each job one of two cores."""
 
 from __future__ import annotations
 
@@ -32,39 +32,39 @@ def main(folder: Path) -> None:
         .config("spark.log.level", "ERROR")
         .getOrCreate()
     )
-    context, results, free = session.sparkContext, {}, folder / "free"
-    active = context.statusTracker().getActiveJobsIds
+    context, results, release_file = session.sparkContext, {}, folder / "release"
+    active_jobs = context.statusTracker().getActiveJobsIds
 
     # With ``executable``, a job does not first ask an executor which modules it can import.
     options = {"num_proc": 2, "start_timeout": 120, "elastic_timeout": 60, "executable": sys.executable}
 
-    def in_pool(name: str) -> None:
+    def run_in_pool(name: str) -> None:
         context.setLocalProperty("spark.scheduler.pool", name)
-        own = folder / name
-        own.mkdir()
-        results[name] = sparkhvd.run_elastic(training.train, (3, str(own)), spark=session, **options)
+        output_folder = folder / name
+        output_folder.mkdir()
+        results[name] = sparkhvd.run_elastic(training.train, (3, str(output_folder)), spark=session, **options)
 
-    def occupy(_: int) -> None:
-        while not free.exists():
+    def occupy_slot(_: int) -> None:
+        while not release_file.exists():
             time.sleep(0.1)
 
-    threads = [threading.Thread(target=lambda: context.parallelize(range(2), 2).foreach(occupy), daemon=True)]
+    threads = [threading.Thread(target=lambda: context.parallelize(range(2), 2).foreach(occupy_slot), daemon=True)]
     threads[0].start()
-    assert happens(lambda: len(active()) == 1, 60)
-    # Without the common queue, as for two clients of Spark Connect, which are separate drivers of one application.
+    assert happens(lambda: len(active_jobs()) == 1, 60)
+    # Bypass the common queue, because two clients of Spark Connect, which are separate drivers, have none.
     elastic.turn_of = lambda *_, **__: nullcontext()
     for name in ("a", "b"):
-        threads.append(threading.Thread(target=in_pool, args=(name,), daemon=True))
+        threads.append(threading.Thread(target=run_in_pool, args=(name,), daemon=True))
         threads[-1].start()
-    assert happens(lambda: len(active()) == 5, 60), "four tasks wait for the two cores"
-    free.touch()
+    assert happens(lambda: len(active_jobs()) == 5, 60), "four tasks wait for the two cores"
+    release_file.touch()
     for thread in threads:
         thread.join()
-    happens(lambda: not active(), 10)
+    happens(lambda: not active_jobs(), 10)
     print_results(
         {
-            "results": {name: [one[:4] for one in ranks] for name, ranks in results.items()},
-            "jobs": len(active()),
+            "results": {name: [result[:4] for result in ranks] for name, ranks in results.items()},
+            "jobs": len(active_jobs()),
             "logged": logged.getvalue(),
             "errors": stop_with_a_waiting_job(session),
         }

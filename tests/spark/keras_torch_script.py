@@ -15,8 +15,8 @@ from tests.scripts import print_results
 ROWS, EPOCHS = 37, 3  # an odd number: the second of two ranks has fewer
 
 
-class Backends(keras.callbacks.Callback):
-    """Fails on a rank that computes with another backend."""
+class BackendCheck(keras.callbacks.Callback):
+    """Check that every rank uses the PyTorch backend."""
 
     def on_train_begin(self, logs=None):
         assert keras.config.backend() == "torch"
@@ -50,35 +50,37 @@ def estimator(**more):
     return KerasEstimator(**{**params, **more})
 
 
-def distance(model, wanted):
+def distance(model, expected):
     """Return the largest difference between the weights of two models."""
-    pairs = zip(model.get_weights(), wanted.get_weights(), strict=True)
-    return float(max(np.abs(one - other).max() for one, other in pairs))
+    pairs = zip(model.get_weights(), expected.get_weights(), strict=True)
+    return float(max(np.abs(weights - reference).max() for weights, reference in pairs))
 
 
 def outputs(model, df):
     return [row["y__output"] for row in model.transform(df).orderBy("a").collect()]
 
 
-def found(spark: SparkSession, folder: Path) -> dict[str, object]:
+def fit_results(spark: SparkSession, folder: Path) -> dict[str, object]:
     df = spark.range(ROWS).selectExpr(f"id / {ROWS}.0D AS a", "id % 7 / 7.0D AS b", "a * 2 - b AS y").coalesce(2)
     rows = np.array(df.orderBy("a").collect(), np.float32)
-    plain, before = network(), network()
-    plain.compile(adam(), "mse")
+    reference, initial = network(), network()
+    reference.compile(adam(), "mse")
     for _ in range(EPOCHS):
-        plain.train_on_batch(rows[:, :2], rows[:, 2:])
-    first = estimator(model=network(), epochs=1).fit(df)  # without a Store
+        reference.train_on_batch(rows[:, :2], rows[:, 2:])
+    first_fit = estimator(model=network(), epochs=1).fit(df)  # without a Store
     store = Store.create(str(folder / "store"))
-    more = estimator(model=first.getModel(), optimizer=None, epochs=EPOCHS - 1, store=store, callbacks=[Backends()])
-    stored = more.fit(df)
-    predicted = outputs(stored, df)
-    stored.save(str(folder / "saved"))
+    second_estimator = estimator(
+        model=first_fit.getModel(), optimizer=None, epochs=EPOCHS - 1, store=store, callbacks=[BackendCheck()]
+    )
+    second_fit = second_estimator.fit(df)
+    predicted = outputs(second_fit, df)
+    second_fit.save(str(folder / "saved"))
     return {
-        "moved": distance(before, plain),
-        "difference": distance(stored.getModel(), plain),
-        "transform": float(np.abs(stored.getModel().predict(rows[:, :2], verbose=0)[:, 0] - predicted).max()),
+        "moved": distance(initial, reference),
+        "difference": distance(second_fit.getModel(), reference),
+        "transform": float(np.abs(second_fit.getModel().predict(rows[:, :2], verbose=0)[:, 0] - predicted).max()),
         "loaded": outputs(KerasModel.load(str(folder / "saved")), df) == predicted,
-        "history": stored.getHistory(),
+        "history": second_fit.getHistory(),
     }
 
 
@@ -86,7 +88,7 @@ def main() -> None:
     builder = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false")
     spark = builder.config("spark.log.level", "ERROR").config("spark.sql.shuffle.partitions", "1").getOrCreate()
     try:
-        results = found(spark, Path.cwd())
+        results = fit_results(spark, Path.cwd())
     finally:
         spark.stop()
     print_results(results)
