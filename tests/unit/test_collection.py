@@ -1,4 +1,4 @@
-"""The collection of tests: pytest does not report a module that has lost its tests."""
+"""Find test modules without tests, which pytest does not report."""
 
 from __future__ import annotations
 

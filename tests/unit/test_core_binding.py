@@ -1,7 +1,7 @@
-"""The contract of the compiled core with Python, tested with real processes as ranks and only ``_core``.
+"""The contract of the compiled core with Python, tested only through ``_core``, with real processes as ranks.
 
-This file is two programs. Under pytest, it starts ranks and checks their reports; as a script, it is one rank, which
-runs the case of the given name and prints its reports as lines of JSON.
+This file is two programs. Under pytest, it starts ranks and checks their reports. As a script, it is one rank: it runs
+the case with the given name and prints its reports as lines of JSON.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Ranks:
             for rank in range(size)
         ]
 
-    def says(self, rank: int) -> Any:
+    def next_report(self, rank: int) -> Any:
         """Return the next report of a rank."""
         stream = self.processes[rank].stdout
         deadline = time.monotonic() + SECONDS
@@ -64,15 +64,15 @@ class Ranks:
         line, _, self._unread[rank] = self._unread[rank].partition(b"\n")
         return json.loads(line)
 
-    def all_say(self) -> list[Any]:
-        return [self.says(rank) for rank in range(len(self.processes))]
+    def next_reports(self) -> list[Any]:
+        return [self.next_report(rank) for rank in range(len(self.processes))]
 
-    def tell(self, rank: int) -> None:
-        """Let a rank return from ``await_parent``."""
+    def resume(self, rank: int) -> None:
+        """Let a rank return from ``await_resume``."""
         self.processes[rank].stdin.write(b"\n")
 
-    def endings(self, *ranks: int) -> list[tuple[int, str]]:
-        """Return exit status and stderr of these ranks, by default of all, which must end by themselves."""
+    def exits(self, *ranks: int) -> list[tuple[int, str]]:
+        """Wait until these ranks, by default all, end by themselves, and return their exit codes and stderr."""
         chosen = [self.processes[rank] for rank in ranks] or self.processes
         return [(p.wait(SECONDS), p.stderr.read().decode()) for p in chosen]
 
@@ -127,12 +127,12 @@ def allreduce(engine: _core.Engine, name: str, array: np.ndarray, dtype: str = "
     return engine.allreduce(name, address, address, array.shape, dtype, keep_alive=array, **options)
 
 
-def say(value: Any) -> None:
+def report(value: Any) -> None:
     sys.stdout.write(json.dumps(value) + "\n")
     sys.stdout.flush()
 
 
-def await_parent() -> None:
+def await_resume() -> None:
     sys.stdin.readline()
 
 
@@ -169,7 +169,7 @@ def every_collective(me: Rank) -> None:
         assert (target == root).all()
         assert (source == me.rank).all()
     me.barrier("end")
-    say([me.engine.local_ranks(), me.engine.counters()["operations"]])
+    report([me.engine.local_ranks(), me.engine.counters()["operations"]])
 
 
 def several_megabytes(me: Rank) -> None:
@@ -200,10 +200,10 @@ def ragged_allgather(me: Rank) -> None:
 def wait_for_a_lost_rank(me: Rank, lost: int) -> None:
     array = np.ones(1000, np.float32)
     me.allreduce("known", array).wait(SECONDS)
-    say("ready")
+    report("ready")
     if me.rank == lost:
-        await_parent()
-    say(failure_of(me.allreduce("wanted", array)))
+        await_resume()
+    report(failure_of(me.allreduce("wanted", array)))
 
 
 def wait_for_rank_0(me: Rank) -> None:
@@ -216,9 +216,9 @@ def wait_for_rank_1(me: Rank) -> None:
 
 def abort_on_rank_1(me: Rank) -> None:
     me.barrier("start")
-    say("ready")
+    report("ready")
     if me.rank == 1:
-        await_parent()  # so that no other rank is still in the barrier
+        await_resume()  # all ranks have left the barrier by then
         me.engine.abort("the data ran out")
         return
     array = np.ones(3)
@@ -226,7 +226,7 @@ def abort_on_rank_1(me: Rank) -> None:
     try:
         me.allreduce("later", array)
     except _core.CoreError as error:
-        say([first, list(error.args)])
+        report([first, list(error.args)])
 
 
 def wait_and_be_interrupted(me: Rank) -> None:
@@ -235,14 +235,14 @@ def wait_and_be_interrupted(me: Rank) -> None:
     if me.rank == 0:
         operation = me.allreduce("late", array)
         interrupted = interrupt_the_next_wait(operation)
-        say("interrupted" if interrupted else "not interrupted")
-    await_parent()
+        report("interrupted" if interrupted else "not interrupted")
+    await_resume()
     (operation or me.allreduce("late", array)).wait(SECONDS)
-    say(array.tolist())
+    report(array.tolist())
 
 
 def interrupt_the_next_wait(operation: _core.Operation) -> bool:
-    """Return whether Ctrl-C ends ``wait``; no other thread runs before ``wait`` releases the interpreter."""
+    """Return whether Ctrl-C ends ``wait``; no other thread runs before ``wait`` releases the GIL."""
     sys.setswitchinterval(SECONDS)
     go = threading.Event()
     thread = threading.Thread(target=lambda: (go.wait(), os.kill(os.getpid(), signal.SIGINT)))
@@ -263,7 +263,7 @@ def drop_in_flight(me: Rank) -> None:
         me.barrier("dropped")
         me.allreduce("orphan", array).wait(SECONDS)
         me.barrier("reduced")
-        say(float(array[-1]))
+        report(float(array[-1]))
         return
     operation = me.allreduce("orphan", array)
     buffer = weakref.ref(array)
@@ -273,21 +273,21 @@ def drop_in_flight(me: Rank) -> None:
     me.barrier("dropped")
     me.barrier("reduced")
     me.engine.barrier("never awaited by the other")  # a call that holds the GIL releases finished operations
-    say([alive, buffer() is None])
+    report([alive, buffer() is None])
 
 
 def exit_without_shutdown(me: Rank) -> None:
     me.barrier("start")
-    say("ending")
+    report("ending")
     array = np.ones(100_000)
     if me.rank == 0:
         me.pending = [me.allreduce("never awaited", array), me.engine.barrier("nor this")]
     globals()["me"] = me  # lives until the interpreter clears its modules
 
 
-def many_engines(me: Rank) -> None:
+def connect_many_engines(me: Rank) -> None:
     me.engine.shutdown(SECONDS)
-    before = holdings()
+    before = descriptors_and_threads()
     for cycle in range(30):
         me.engine = me.connect(f"cycle {cycle}")
         array = np.ones(1000)
@@ -295,13 +295,13 @@ def many_engines(me: Rank) -> None:
         assert array[0] == me.size
         me.engine.shutdown(SECONDS)
     deadline = time.monotonic() + SECONDS
-    while len(holdings()) > len(before) and time.monotonic() < deadline:
+    while len(descriptors_and_threads()) > len(before) and time.monotonic() < deadline:
         os.sched_yield()  # the kernel lists a thread for a moment after it was joined
-    say([sorted(before), sorted(holdings())])
+    report([sorted(before), sorted(descriptors_and_threads())])
 
 
-def holdings() -> list[str]:
-    """Return the open files and the threads of this process, without the numbers that change."""
+def descriptors_and_threads() -> list[str]:
+    """Return the open files and the threads of this process, without inode numbers."""
     descriptors = []
     for path in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # the descriptor that lists the folder
@@ -322,7 +322,7 @@ def weighted_sums(me: Rank) -> None:
             expected = sum((i + rank) * weight(rank, i, number) for rank in range(me.size)) / 2
             assert array.tolist() == [expected] * (i + 1), f"round {number}, tensor {i}"
     counters = me.engine.counters()
-    say([counters["fused_buffers"] > 0, counters["cache_hits"] == tensors * (rounds - 1)])
+    report([counters["fused_buffers"] > 0, counters["cache_hits"] == tensors * (rounds - 1)])
 
 
 def weight(rank: int, tensor: int, number: int) -> float:
@@ -340,66 +340,66 @@ CASES = {
         wait_and_be_interrupted,
         drop_in_flight,
         exit_without_shutdown,
-        many_engines,
+        connect_many_engines,
         weighted_sums,
     )
 }
 
 # The expected results.
 
-LINKS = pytest.mark.parametrize("shared_memory", [True, False], ids=["shm", "tcp"])
+BOTH_TRANSPORTS = pytest.mark.parametrize("shared_memory", [True, False], ids=["shm", "tcp"])
 
 
-@LINKS
+@BOTH_TRANSPORTS
 @pytest.mark.parametrize("size", [2, 3])
 def test_every_collective_is_correct_across_processes(size, shared_memory):
     with Ranks("every_collective", size, shared_memory=shared_memory) as ranks:
-        for rank, (local_ranks, operations) in enumerate(ranks.all_say()):
+        for rank, (local_ranks, operations) in enumerate(ranks.next_reports()):
             assert local_ranks == (list(range(size)) if shared_memory else [rank])
             assert operations == 34 + size
-        assert ranks.endings() == [(0, "")] * size
+        assert ranks.exits() == [(0, "")] * size
 
 
-@LINKS
+@BOTH_TRANSPORTS
 def test_each_rank_scales_its_own_contribution_even_in_fused_operations(shared_memory):
     with Ranks("weighted_sums", 3, shared_memory=shared_memory) as ranks:
-        for fused, every_repetition_was_a_hit in ranks.all_say():
+        for fused, every_repetition_was_a_hit in ranks.next_reports():
             assert fused, "tensors that are ready together are fused"
             assert every_repetition_was_a_hit, "another prescale needs no new negotiation"
 
 
-@LINKS
+@BOTH_TRANSPORTS
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_killed_rank_is_named_in_the_errors_of_waiting_ranks(lost, shared_memory):
+def test_the_errors_of_waiting_ranks_name_a_killed_rank(lost, shared_memory):
     with Ranks(f"wait_for_rank_{lost}", 3, shared_memory=shared_memory) as ranks:
-        ranks.all_say()
+        ranks.next_reports()
         ranks.processes[lost].kill()
         for rank in {0, 1, 2} - {lost}:
-            code, message = ranks.says(rank)
+            code, message = ranks.next_report(rank)
             assert code == "peer_lost", message
             assert message.startswith("allreduce 'wanted': ")
             assert f"lost rank {lost}: " in message
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_hanging_rank_is_named_after_the_collective_timeout(lost):
+def test_the_errors_of_waiting_ranks_name_a_suspended_rank_after_the_collective_timeout(lost):
     with Ranks(f"wait_for_rank_{lost}", 3, collective_timeout_s=0.5) as ranks:
-        assert ranks.all_say() == ["ready"] * 3
+        assert ranks.next_reports() == ["ready"] * 3
         ranks.processes[lost].send_signal(signal.SIGSTOP)
         for rank in {0, 1, 2} - {lost}:
-            code, message = ranks.says(rank)
+            code, message = ranks.next_report(rank)
             assert code == "timeout", message
             assert message.startswith("allreduce 'wanted': ")
             assert f"rank {lost}" in message
 
 
-@LINKS
+@BOTH_TRANSPORTS
 def test_an_abort_reaches_the_other_processes_with_its_reason(shared_memory):
     with Ranks("abort_on_rank_1", 3, shared_memory=shared_memory) as ranks:
-        assert ranks.all_say() == ["ready"] * 3
-        ranks.tell(1)
+        assert ranks.next_reports() == ["ready"] * 3
+        ranks.resume(1)
         for rank in (0, 2):
-            (first, message), (second, again) = ranks.says(rank)
+            (first, message), (second, again) = ranks.next_report(rank)
             assert (first, second) == ("aborted", "aborted")
             assert message.startswith("allreduce 'needed': rank 1")
             assert "the data ran out" in message
@@ -408,32 +408,32 @@ def test_an_abort_reaches_the_other_processes_with_its_reason(shared_memory):
 
 def test_ctrl_c_ends_a_wait_but_not_the_operation():
     with Ranks("wait_and_be_interrupted", 2) as ranks:
-        assert ranks.says(0) == "interrupted"
+        assert ranks.next_report(0) == "interrupted"
         for rank in range(2):
-            ranks.tell(rank)
-        assert ranks.all_say() == [[2.0] * 4] * 2
-        assert ranks.endings() == [(0, "")] * 2
+            ranks.resume(rank)
+        assert ranks.next_reports() == [[2.0] * 4] * 2
+        assert ranks.exits() == [(0, "")] * 2
 
 
 def test_the_buffer_of_a_dropped_operation_lives_until_it_is_done():
     with Ranks("drop_in_flight", 2) as ranks:
-        alive_in_flight, released_when_done = ranks.says(0)
+        alive_in_flight, released_when_done = ranks.next_report(0)
         assert alive_in_flight
         assert released_when_done
-        assert ranks.says(1) == 3.0, "the other rank got the contribution"
+        assert ranks.next_report(1) == 3.0, "the other rank got the contribution"
 
 
-@LINKS
+@BOTH_TRANSPORTS
 def test_processes_that_never_shut_down_end_cleanly(shared_memory):
     with Ranks("exit_without_shutdown", 2, shared_memory=shared_memory) as ranks:
-        assert ranks.all_say() == ["ending"] * 2
-        assert ranks.endings() == [(0, "")] * 2
+        assert ranks.next_reports() == ["ending"] * 2
+        assert ranks.exits() == [(0, "")] * 2
 
 
-@LINKS
+@BOTH_TRANSPORTS
 def test_connecting_and_closing_engines_leaks_no_descriptor_and_no_thread(shared_memory):
-    with Ranks("many_engines", 2, shared_memory=shared_memory) as ranks:
-        for before, after in ranks.all_say():
+    with Ranks("connect_many_engines", 2, shared_memory=shared_memory) as ranks:
+        for before, after in ranks.next_reports():
             assert after == before
 
 
@@ -448,7 +448,7 @@ def alone():
 
 
 def test_waits_let_other_threads_run():
-    """Run both ranks in this process: neither could connect or finish if the other's wait held the interpreter."""
+    """Run both ranks in this process: neither could connect or finish if the other's wait held the GIL."""
     sums = []
 
     def take_part(rank):
@@ -470,7 +470,7 @@ def test_waits_let_other_threads_run():
     assert sums == [3.0, 3.0]
 
 
-def test_a_wait_that_is_too_short_is_a_timeout_that_names_the_tensor():
+def test_the_timeout_of_a_wait_names_the_tensor():
     server = _core.RendezvousServer(TOKEN)
     clients = [_core.RendezvousClient([("127.0.0.1", server.port)], TOKEN, SECONDS) for _ in range(2)]
     engines = [None, None]

@@ -1,4 +1,4 @@
-"""The messages about Horovod's names that sparkhvd lacks or has in other modules."""
+"""The error messages for names of Horovod that sparkhvd lacks or has in other modules."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 import sparkhvd
 
-_ELASTIC = (
+_ELASTIC_MESSAGE = (
     r"Elastic training is not available under this name\. sparkhvd\.run_elastic\(\) and sparkhvdrun start elastic "
     r"jobs: see docs/how-to/elastic\.md\. An interrupted fit resumes from its checkpoints.*docs/how-to/resume\.md"
 )
@@ -24,18 +24,18 @@ _ELASTIC = (
         ("min_np", r"run\(\) takes no min_np\. sparkhvd\.run_elastic\(\) takes it; see docs/how-to/elastic\.md\."),
     ],
 )
-def test_an_unknown_argument_of_run_is_answered_with_the_right_one(name, words):
+def test_the_error_for_an_unknown_argument_of_run_suggests_the_right_one(name, words):
     with pytest.raises(TypeError, match=words):
         sparkhvd.run(print, **{name: 2})
 
 
 def test_an_elastic_name_raises_an_error_that_names_the_alternative():
-    with pytest.raises(AttributeError, match=_ELASTIC):
+    with pytest.raises(AttributeError, match=_ELASTIC_MESSAGE):
         _ = importlib.import_module("sparkhvd.torch").run_elastic
 
 
 @pytest.mark.parametrize("module", ["sparkhvd.spark", "sparkhvd.spark.torch", "sparkhvd.spark.common.store"])
-def test_an_import_of_spark_raises_an_error_that_locates_its_names(module):
+def test_an_import_of_sparkhvd_spark_raises_an_error_with_the_right_import(module):
     with pytest.raises(ImportError, match=r"from sparkhvd import run, TorchEstimator.*docs/horovod/index\.md"):
         importlib.import_module(module)
 
@@ -58,15 +58,15 @@ def test_an_import_of_spark_raises_an_error_that_locates_its_names(module):
         ("sparkhvd.lightning", "LightningModel", r"^LightningModel comes from sparkhvd itself"),
     ],
 )
-def test_an_unknown_name_is_answered_with_the_nearest_name_or_its_module(module, name, words):
+def test_the_error_for_an_unknown_name_suggests_the_nearest_name_or_its_module(module, name, words):
     with pytest.raises(AttributeError, match=words):
         getattr(importlib.import_module(module), name)
 
 
-@pytest.mark.parametrize("called", [None, 3])
-def test_an_object_that_is_not_callable_is_refused(called):
+@pytest.mark.parametrize("fn", [None, 3])
+def test_an_object_that_is_not_callable_is_refused(fn):
     with pytest.raises(TypeError, match=r"^fn must be a function, got (None|3)\. Pass it without calling it"):
-        sparkhvd.run(called, num_proc=2, launcher="local")
+        sparkhvd.run(fn, num_proc=2, launcher="local")
 
 
 @pytest.mark.parametrize(
@@ -77,6 +77,6 @@ def test_an_object_that_is_not_callable_is_refused(called):
         ({"kwargs": [1]}, r"kwargs=\[1\] must be a dict"),
     ],
 )
-def test_arguments_of_another_form_are_refused_with_the_right_one(arguments, message):
+def test_arguments_of_the_wrong_type_are_refused_with_an_example(arguments, message):
     with pytest.raises(TypeError, match=message):
         sparkhvd.run(print, num_proc=1, launcher="local", **arguments)

@@ -1,4 +1,4 @@
-"""The accepted versions of Spark, and the errors for others; tests/spark and tools/test-matrix run real ones."""
+"""The supported versions of Spark, and the errors for others; tests/spark and tools/test-matrix run real versions."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from sparkhvd.errors import LaunchError
 from sparkhvd.task.entry import entry_of
 
 
-class _Connect(SimpleNamespace):
-    """The attributes of a session that the check reads."""
+class _ConnectSession(SimpleNamespace):
+    """A Spark Connect session with the attributes that the check reads."""
 
 
-_Connect.__module__ = "pyspark.sql.connect.session"
+_ConnectSession.__module__ = "pyspark.sql.connect.session"
 
 
-def no_rows(batches: Any) -> Any:
+def pass_batches(batches: Any) -> Any:
     yield from batches
 
 
 @pytest.fixture
-def pyspark_of(monkeypatch):
+def set_pyspark_version(monkeypatch):
     return lambda version: monkeypatch.setattr(versions, "pyspark_version", lambda: version)
 
 
@@ -41,20 +41,20 @@ def test_a_release_is_the_first_two_numbers_of_a_version(version, numbers):
 
 
 @pytest.mark.parametrize(
-    ("own", "session"),
+    ("installed", "session"),
     [
         ("3.5.0", SimpleNamespace(version="3.5.5-amzn-1")),
         ("4.3.0", SimpleNamespace(version="4.3.2")),
-        ("4.0.0", _Connect(version="4.0.2")),
+        ("4.0.0", _ConnectSession(version="4.0.2")),
     ],
 )
-def test_patch_releases_and_suffixes_may_differ(pyspark_of, own, session):
-    pyspark_of(own)
+def test_patch_releases_and_suffixes_may_differ(set_pyspark_version, installed, session):
+    set_pyspark_version(installed)
     versions.check_spark(session)
 
 
 @pytest.mark.parametrize(
-    ("own", "session", "message"),
+    ("installed", "session", "message"),
     [
         (
             "3.4.4",
@@ -64,7 +64,7 @@ def test_patch_releases_and_suffixes_may_differ(pyspark_of, own, session):
         ("3.5.0", SimpleNamespace(version="3.4.1"), r"^This session runs Spark 3\.4\.1, but"),
         (
             "3.5.6",
-            _Connect(version="3.5.6"),
+            _ConnectSession(version="3.5.6"),
             r"^This is a Spark Connect session with Spark 3\.5\.6, but .* from Spark 4\.0",
         ),
         (
@@ -74,19 +74,19 @@ def test_patch_releases_and_suffixes_may_differ(pyspark_of, own, session):
         ),
         (
             "4.1.0",
-            _Connect(version="4.0.1"),
+            _ConnectSession(version="4.0.1"),
             r"^The client has pyspark 4\.1\.0, but the Spark Connect server runs Spark 4\.0",
         ),
     ],
 )
-def test_a_spark_that_cannot_work_is_refused_by_name(pyspark_of, own, session, message):
-    pyspark_of(own)
+def test_an_unusable_version_of_spark_is_refused(set_pyspark_version, installed, session, message):
+    set_pyspark_version(installed)
     with pytest.raises(LaunchError, match=message):
         versions.check_spark(session)
 
 
 def test_a_task_with_another_spark_than_the_driver_is_reported_in_one_sentence():
-    entry = entry_of(no_rows)
+    entry = entry_of(pass_batches)
     assert list(entry(iter([1]))) == [1]
     with pytest.raises(
         LaunchError, match=rf"^The driver has pyspark 3\.4\.1, but {re.escape(sys.executable)} "
@@ -95,16 +95,16 @@ def test_a_task_with_another_spark_than_the_driver_is_reported_in_one_sentence()
     assert spark_failure(RuntimeError(f"Job aborted.\n{failed.value}\n\tat java")) == str(failed.value)
 
 
-@pytest.mark.parametrize(("own", "java"), [("3.5.0", "Java 8, 11 or 17"), ("4.0.0", "Java 17 or later")])
-def test_the_required_java_depends_on_the_installed_spark(pyspark_of, own, java):
-    pyspark_of(own)
+@pytest.mark.parametrize(("installed", "java"), [("3.5.0", "Java 8, 11 or 17"), ("4.0.0", "Java 17 or later")])
+def test_the_required_java_depends_on_the_installed_spark(set_pyspark_version, installed, java):
+    set_pyspark_version(installed)
     assert versions.java_versions() == java
 
 
-@pytest.mark.parametrize(("own", "ids"), [("3.5.0", [23, 22, 20, 21]), ("4.0.0", [20, 21, 22, 23])])
-def test_the_numbers_of_a_stages_tasks_are_in_the_order_of_their_indices(pyspark_of, own, ids):
-    pyspark_of(own)
-    gathered = [] if own == "4.0.0" else [str(one) for one in ids]  # 4.0 needs no all-gather
+@pytest.mark.parametrize(("installed", "ids"), [("3.5.0", [23, 22, 20, 21]), ("4.0.0", [20, 21, 22, 23])])
+def test_the_numbers_of_a_stages_tasks_are_in_the_order_of_their_indices(set_pyspark_version, installed, ids):
+    set_pyspark_version(installed)
+    gathered = [] if installed == "4.0.0" else [str(task_id) for task_id in ids]  # 4.0 needs no all-gather
 
     def task(index: int) -> Any:
         return SimpleNamespace(

@@ -33,10 +33,10 @@ def reduce_every_dtype():
     for dtype in DTYPES:
         for shape in [(), (0,), (5,), (3, 4)]:
             mine = np.full(shape, hvd.rank() + 1).astype(dtype)
-            for op, want in [(hvd.Sum, ranks * (ranks + 1) // 2), (hvd.Min, 1), (hvd.Max, ranks)]:
+            for op, expected in [(hvd.Sum, ranks * (ranks + 1) // 2), (hvd.Min, 1), (hvd.Max, ranks)]:
                 result = hvd.allreduce(mine, op=op)
                 assert (result.dtype, result.shape) == (mine.dtype, shape)
-                assert (result == np.full(shape, want).astype(dtype)).all(), (dtype, shape, op, result)
+                assert (result == np.full(shape, expected).astype(dtype)).all(), (dtype, shape, op, result)
             assert (mine == np.full(shape, hvd.rank() + 1).astype(dtype)).all(), "the input must not change"
 
 
@@ -58,8 +58,8 @@ def reduce_in_every_form():
     assert hvd.synchronize(hvd.grouped_allreduce_async([mine]))[0].tolist() == [mean] * 4
     pair = [mine.copy(), mine.copy()]
     changed = hvd.grouped_allreduce_(pair, op=hvd.Sum)
-    assert all(one is other for one, other in zip(changed, pair, strict=True))
-    assert [one.tolist() for one in pair] == [[total] * 4] * 2
+    assert all(result is array for result, array in zip(changed, pair, strict=True))
+    assert [array.tolist() for array in pair] == [[total] * 4] * 2
     hvd.synchronize(hvd.grouped_allreduce_async_(pair, op=hvd.Max))
     assert hvd.allreduce_(mine, op=hvd.Sum) is mine
     assert mine.tolist() == [total] * 4
@@ -80,7 +80,7 @@ def scatter_in_every_form():
 def move_every_dtype():
     ranks, rank = hvd.size(), hvd.rank()
     for dtype in DTYPES:
-        rows = [np.full((one, 2), one).astype(dtype) for one in range(ranks)]
+        rows = [np.full((sender, 2), sender).astype(dtype) for sender in range(ranks)]
         gathered = hvd.allgather(rows[rank])
         assert gathered.dtype == rows[0].dtype
         assert (gathered == np.concatenate(rows)).all()
@@ -93,7 +93,7 @@ def move_every_dtype():
 def move_in_every_form():
     ranks, rank = hvd.size(), hvd.rank()
     mine = np.arange(3.0) + rank
-    everything = np.concatenate([np.arange(3.0) + one for one in range(ranks)])
+    everything = np.concatenate([np.arange(3.0) + sender for sender in range(ranks)])
     assert hvd.synchronize(hvd.allgather_async(mine, name="gather")).tolist() == everything.tolist()
     assert [part.tolist() for part in hvd.grouped_allgather([mine, mine])] == [everything.tolist()] * 2
     assert hvd.synchronize(hvd.grouped_allgather_async([mine]))[0].tolist() == everything.tolist()
@@ -101,7 +101,10 @@ def move_in_every_form():
     assert mine[0] == rank, "the input must not change"
     splits = np.arange(ranks)  # no row for rank 0, one for rank 1, ...
     rows, sent_by = hvd.alltoall(np.full(splits.sum(), rank), splits)
-    assert (rows.tolist(), sent_by.tolist()) == ([one for one in range(ranks) for _ in range(rank)], [rank] * ranks)
+    assert (rows.tolist(), sent_by.tolist()) == (
+        [sender for sender in range(ranks) for _ in range(rank)],
+        [rank] * ranks,
+    )
     rows, _ = hvd.synchronize(hvd.alltoall_async(mine[: ranks - 1], [1] * (ranks - 1) + [0], name="to all"))
     assert len(rows) == (ranks if rank < ranks - 1 else 0)
     assert hvd.broadcast_(mine, 1) is mine
@@ -110,7 +113,7 @@ def move_in_every_form():
 
 
 class OnlyDlpack:
-    """An array that NumPy can read only through DLPack, like arrays on a GPU, which DLPack copies on request."""
+    """An array that NumPy can read only through DLPack, like an array on a GPU."""
 
     def __init__(self, values):
         self._values = values
@@ -130,7 +133,7 @@ def reduce_foreign_arrays():
 
     total = hvd.size() * (hvd.size() + 1) // 2
     mine = np.arange(6.0).reshape(2, 3) * (hvd.rank() + 1)
-    alike = {
+    same_values = {
         "strided": np.repeat(mine, 2, axis=1)[:, ::2],
         "transposed": mine.T.copy().T,
         "foreign byte order": mine.astype(">f8"),
@@ -138,16 +141,16 @@ def reduce_foreign_arrays():
         "JAX": jnp.asarray(mine),
         "DLPack": OnlyDlpack(mine),
     }
-    for kind, values in alike.items():
-        assert np.array_equal(hvd.allreduce(values, op=hvd.Sum, name=kind), np.arange(6.0).reshape(2, 3) * total), kind
+    for form, values in same_values.items():
+        assert np.array_equal(hvd.allreduce(values, op=hvd.Sum, name=form), np.arange(6.0).reshape(2, 3) * total), form
     flat = mine.ravel()
-    for kind, values in {
+    for form, values in {
         "Arrow": pa.array(flat),
         "Arrow chunks": pa.chunked_array([flat[:2], flat[2:]]),
         "array": array.array("d", flat),
         "memory": memoryview(flat),
     }.items():
-        assert np.array_equal(hvd.allreduce(values, op=hvd.Sum, name=kind), np.arange(6.0) * total), kind
+        assert np.array_equal(hvd.allreduce(values, op=hvd.Sum, name=form), np.arange(6.0) * total), form
     half = hvd.allreduce(jnp.full(3, hvd.rank() + 1, jnp.bfloat16), op=hvd.Sum)
     assert (half.dtype.name, half.astype(float).tolist()) == ("bfloat16", [float(total)] * 3)
     assert hvd.allreduce(hvd.rank() + 1, op=hvd.Sum) == total
@@ -204,7 +207,7 @@ def refuse_unwritable_arrays():
         "of shape (3,) and dtype |u1 is read-only": b"abc",
     }
     for message, values in refused.items():
-        for change in (hvd.allreduce_, hvd.allreduce_async_, lambda one: hvd.broadcast_(one, 0)):
+        for change in (hvd.allreduce_, hvd.allreduce_async_, lambda array: hvd.broadcast_(array, 0)):
             with pytest.raises(ConfigError) as refusal:
                 change(values)
             assert message in str(refusal.value)
@@ -227,22 +230,22 @@ def refuse_other_arguments():
         hvd.synchronize(np.ones(2))
 
 
-def disagree():
+def reduce_different_dtypes():
     with pytest.raises(MismatchError, match=r"float32.*float64|float64.*float32"):
         hvd.allreduce(np.ones(2, "float32" if hvd.rank() else "float64"), name="types")
 
 
 def send_to_some_ranks():
     last = hvd.size() - 1
-    alone = hvd.add_process_set([last])
+    last_only = hvd.add_process_set([last])
     try:
-        if alone.included():
-            assert hvd.allreduce(hvd.rank(), op=hvd.Sum, process_set=alone) == last
-            assert hvd.allgather([last], process_set=alone).tolist() == [last]
-            assert hvd.allgather_object({last}, process_set=alone) == [{last}]
-            hvd.barrier(alone)
+        if last_only.included():
+            assert hvd.allreduce(hvd.rank(), op=hvd.Sum, process_set=last_only) == last
+            assert hvd.allgather([last], process_set=last_only).tolist() == [last]
+            assert hvd.allgather_object({last}, process_set=last_only) == [{last}]
+            hvd.barrier(last_only)
     finally:
-        hvd.remove_process_set(alone)
+        hvd.remove_process_set(last_only)
     assert hvd.broadcast_object({"rank": hvd.rank()}, 1) == {"rank": 1}
     assert hvd.allgather_object(hvd.rank()) == list(range(hvd.size()))
     hvd.barrier()
@@ -255,7 +258,7 @@ def run_out_of_rows():
     return sums
 
 
-def keep_a_state():
+def train_with_a_state():
     state = hvd.elastic.ObjectState(weights=np.full(2, float(hvd.rank() + 1)), step=0)
 
     @hvd.elastic.run
@@ -269,7 +272,7 @@ def keep_a_state():
     return train(state, 3)
 
 
-def keep_different_values():
+def synchronize_different_values():
     state = hvd.elastic.ObjectState(weights=0.0, **{("epoch", "batch")[hvd.rank() > 0]: 0})
     with pytest.raises(
         MismatchError,
@@ -286,12 +289,12 @@ def wait_twice():
 CASES = [
     reduce_every_dtype, reduce_in_every_form, scatter_in_every_form, move_every_dtype, move_in_every_form,
     reduce_foreign_arrays, change_other_buffers, refuse_unsendable_arrays, refuse_unwritable_arrays,
-    refuse_other_arguments, disagree, send_to_some_ranks, keep_different_values, wait_twice,
+    refuse_other_arguments, reduce_different_dtypes, send_to_some_ranks, synchronize_different_values, wait_twice,
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_every_rank_passes(group, case):
+def test_the_case_passes_on_every_rank(group, case):
     group.run(case)
 
 
@@ -302,15 +305,15 @@ def test_a_rank_without_further_rows_joins(group):
 
 
 def test_a_state_starts_with_the_values_of_rank_0(group):
-    assert group.run(keep_a_state) == [[4.0, 4.0]] * group.size
+    assert group.run(train_with_a_state) == [[4.0, 4.0]] * group.size
 
 
-def test_the_module_has_the_names_of_the_module_for_torch_that_do_not_need_torch():
-    of_torch = {
+def test_the_module_exports_the_names_of_sparkhvd_torch_that_do_not_need_torch():
+    torch_only = {
         "Compression", "Compressor", "DistributedOptimizer", "SyncBatchNorm", "broadcast_optimizer_state",
         "broadcast_parameters", "sparse_allreduce", "sparse_allreduce_async",
     }  # fmt: skip
-    assert set(hvd.__all__) == set(sparkhvd.torch.__all__) - of_torch
+    assert set(hvd.__all__) == set(sparkhvd.torch.__all__) - torch_only
     assert hvd.allreduce.__name__ == "allreduce"
     assert hvd.broadcast_.__name__ == "broadcast_"
     assert inspect.signature(hvd.allreduce).return_annotation == "Array"

@@ -17,7 +17,7 @@ V4, V6 = Interface("eth0", "10.0.0.5", "10.0.0.0/24"), Interface("eth0", "fd0a::
 LOOPBACKS = [Interface("lo", "127.0.0.1", "127.0.0.0/8"), Interface("lo", "::1", "::1/128")]
 
 
-def test_link_local_and_tentative_addresses_are_left_out():
+def test_link_local_and_tentative_addresses_are_omitted():
     assert parse_if_inet6(IF_INET6) == [V6, LOOPBACKS[1]]
 
 
@@ -26,7 +26,7 @@ def test_this_machine_has_a_loopback():
 
 
 @pytest.mark.parametrize(
-    ("present", "host", "chosen"),
+    ("available", "host", "chosen"),
     [
         ([V4, V6], "10.0.0.5", [V4]),
         ([V4, V6], "fd0a::5", [V6]),
@@ -35,6 +35,6 @@ def test_this_machine_has_a_loopback():
     ],
 )
 @pytest.mark.parametrize("nics", [[], ["eth0"]])
-def test_ipv6_addresses_are_used_without_any_ipv4_address(present, host, chosen, nics, monkeypatch):
-    monkeypatch.setattr(interfaces, "interfaces", lambda: [*LOOPBACKS, *present])
+def test_ipv4_addresses_are_preferred_unless_the_host_is_an_ipv6_address(available, host, chosen, nics, monkeypatch):
+    monkeypatch.setattr(interfaces, "interfaces", lambda: [*LOOPBACKS, *available])
     assert candidates(nics, host, [host, "10.0.0.6"]) == chosen

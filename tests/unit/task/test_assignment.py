@@ -21,23 +21,25 @@ def test_every_layout_is_complete_and_starts_with_task_0(count):
         assert sorted(slot.offer.task_index for slot in slots) == list(range(len(hosts)))
         assert slots[0].offer.task_index == 0
         for host in set(hosts):
-            of_host = [slot for slot in slots if slot.offer.host_hash == host]
-            ranks = [slot.world.rank for slot in of_host]
+            slots_of_host = [slot for slot in slots if slot.offer.host_hash == host]
+            ranks = [slot.world.rank for slot in slots_of_host]
             assert ranks == list(range(ranks[0], ranks[0] + len(ranks)))
-            assert [slot.world.local_rank for slot in of_host] == list(range(len(of_host)))
-            assert {slot.world.local_size for slot in of_host} == {len(of_host)}
-            assert [slot.offer.task_index for slot in of_host] == sorted(slot.offer.task_index for slot in of_host)
+            assert [slot.world.local_rank for slot in slots_of_host] == list(range(len(slots_of_host)))
+            assert {slot.world.local_size for slot in slots_of_host} == {len(slots_of_host)}
+            assert [slot.offer.task_index for slot in slots_of_host] == sorted(
+                slot.offer.task_index for slot in slots_of_host
+            )
         for local_rank in {slot.world.local_rank for slot in slots}:
-            across = [slot.world for slot in slots if slot.world.local_rank == local_rank]
-            assert [world.cross_rank for world in across] == list(range(len(across)))
-            assert {world.cross_size for world in across} == {len(across)}
+            worlds = [slot.world for slot in slots if slot.world.local_rank == local_rank]
+            assert [world.cross_rank for world in worlds] == list(range(len(worlds)))
+            assert {world.cross_size for world in worlds} == {len(worlds)}
 
 
 def test_ranks_do_not_depend_on_the_order_of_offers():
-    given = offers(("b", "a", "b", "c", "a"))
-    shuffled = list(given)
+    ordered = offers(("b", "a", "b", "c", "a"))
+    shuffled = list(ordered)
     random.Random(1).shuffle(shuffled)
-    assert assign(shuffled) == assign(given)
+    assert assign(shuffled) == assign(ordered)
 
 
 @pytest.mark.parametrize("indices", [(0, 0), (1, 2), (0, 2)])
@@ -46,18 +48,18 @@ def test_missing_or_duplicate_tasks_are_refused(indices):
         assign([TaskOffer(index, "a", "a", "127.0.0.1") for index in indices])
 
 
-def test_ranks_placed_by_mpirun_belong_to_the_tasks_of_their_host():
+def test_ranks_that_mpirun_placed_are_assigned_to_the_tasks_of_their_host():
     slots = assign_started(offers(("a", "b", "a", "b", "a")), {"a": [3, 0, 4], "b": [2, 1]})
     assert [slot.offer.task_index for slot in slots] == [0, 1, 3, 2, 4]
     worlds = [slot.world for slot in slots]
-    assert [(one.rank, one.local_rank, one.local_size) for one in worlds] == [
+    assert [(world.rank, world.local_rank, world.local_size) for world in worlds] == [
         (0, 0, 3),
         (1, 0, 2),
         (2, 1, 2),
         (3, 1, 3),
         (4, 2, 3),
     ]
-    assert [(one.cross_rank, one.cross_size) for one in worlds] == [(0, 2), (1, 2), (1, 2), (0, 2), (0, 1)]
+    assert [(world.cross_rank, world.cross_size) for world in worlds] == [(0, 2), (1, 2), (1, 2), (0, 2), (0, 1)]
     planned = assign(offers(("a", "b", "a")))
     assert assign_started([slot.offer for slot in planned], {"a": [0, 1], "b": [2]}) == planned
 

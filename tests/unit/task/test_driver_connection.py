@@ -20,7 +20,7 @@ from sparkhvd.task.task_info import TaskInfo
 SECRET = b"k" * 32
 
 
-def line_of(index: int, *ports: int) -> DriverConnection:
+def connection_of(index: int, *ports: int) -> DriverConnection:
     job = Job(b"", 2, driver_addresses=tuple(("127.0.0.1", port) for port in ports), secret=SECRET)
     return DriverConnection(job, TaskInfo(index, ("here", "here"), 1, attempt=100 + index))
 
@@ -30,7 +30,7 @@ def introduction(index: int) -> Introduction:
 
 
 @pytest.fixture
-def served():
+def exchange_server():
     exchange = TaskExchange(2, LogStream(None, None, timestamps=False))
     with ExitStack() as stack:
         server = stack.enter_context(Server(SECRET, exchange))
@@ -38,11 +38,11 @@ def served():
         yield exchange, server
 
 
-def test_tasks_exchange_introductions_over_connections_that_stay_open(served):
-    _, server = served
+def test_tasks_exchange_introductions_over_connections_that_stay_open(exchange_server):
+    _, server = exchange_server
     with (
-        closing(line_of(0, server.port)) as first,
-        closing(line_of(1, server.port)) as second,
+        closing(connection_of(0, server.port)) as first,
+        closing(connection_of(1, server.port)) as second,
         ThreadPoolExecutor() as pool,
     ):
         waiting = pool.submit(first.exchange_introductions, introduction(0))
@@ -52,8 +52,8 @@ def test_tasks_exchange_introductions_over_connections_that_stay_open(served):
         first.attend(0, queue.SimpleQueue())
 
 
-class Told:
-    """Keeps all messages, and confirms them."""
+class RecordingDriver:
+    """A driver that records all messages and acknowledges flushes."""
 
     def __init__(self) -> None:
         self.messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
@@ -65,15 +65,15 @@ class Told:
 
 def test_a_task_sends_heartbeats_before_and_after_it_has_a_rank(monkeypatch):
     monkeypatch.setattr("sparkhvd.task.driver_connection._BEAT_SECONDS", 0.05)
-    driver = Told()
-    with Server(SECRET, driver) as server, closing(line_of(0, server.port)) as line:
+    driver = RecordingDriver()
+    with Server(SECRET, driver) as server, closing(connection_of(0, server.port)) as connection:
         early = [driver.messages.get(timeout=20.0) for _ in range(3)]
-        line.attend(3, queue.SimpleQueue())
+        connection.attend(3, queue.SimpleQueue())
         received = [driver.messages.get(timeout=20.0)]
         while received[-1] == Flush():
             received.append(driver.messages.get(timeout=20.0))
         later = [driver.messages.get(timeout=20.0) for _ in range(2)]
-        line.report_phase("in fn")
+        connection.report_phase("in fn")
         while (last := driver.messages.get(timeout=20.0)) == Flush():
             continue
     assert early == [TaskStatus(0, -1, "here", 100), Flush(), Flush()]
@@ -84,34 +84,40 @@ def test_a_task_sends_heartbeats_before_and_after_it_has_a_rank(monkeypatch):
 def test_no_exchange_happens_if_the_driver_does_not_answer():
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]
-    with closing(line_of(0, port)) as line:
-        assert line.exchange_introductions(introduction(0)) is None
-        line.attend(0, queue.SimpleQueue())
-    with closing(line_of(0)) as line:
-        assert line.exchange_introductions(introduction(0)) is None
+    with closing(connection_of(0, port)) as connection:
+        assert connection.exchange_introductions(introduction(0)) is None
+        connection.attend(0, queue.SimpleQueue())
+    with closing(connection_of(0)) as connection:
+        assert connection.exchange_introductions(introduction(0)) is None
 
 
-def test_a_task_waiting_for_the_exchange_learns_that_the_job_has_ended(served):
-    exchange, server = served
-    with closing(line_of(0, server.port)) as line, closing(line_of(1, server.port)), ThreadPoolExecutor() as pool:
-        waiting = pool.submit(line.exchange_introductions, introduction(0))
+def test_a_task_waiting_for_the_exchange_learns_that_the_job_has_ended(exchange_server):
+    exchange, server = exchange_server
+    with (
+        closing(connection_of(0, server.port)) as connection,
+        closing(connection_of(1, server.port)),
+        ThreadPoolExecutor() as pool,
+    ):
+        waiting = pool.submit(connection.exchange_introductions, introduction(0))
         exchange.end()
         with pytest.raises(LaunchError, match="Task 0 on host here: The job has already ended"):
             waiting.result(20.0)
 
 
-class HangsUp:
+class DisconnectingDriver:
+    """A driver that closes the connection of a task that asks for an exchange."""
+
     def handle(self, message: Message) -> Message | None:
         if isinstance(message, ExchangeIntroductions):
             raise ConnectionAbortedError
         return None
 
 
-def test_losing_the_driver_ends_the_wait_for_the_exchange():
-    lost = "Task 0 on host here lost its connection to the driver before the ranks were assigned"
+def test_the_loss_of_the_driver_ends_the_wait_for_the_exchange():
+    message = "Task 0 on host here lost its connection to the driver before the ranks were assigned"
     with (
-        Server(SECRET, HangsUp()) as server,
-        closing(line_of(0, server.port)) as line,
-        pytest.raises(LaunchError, match=lost),
+        Server(SECRET, DisconnectingDriver()) as server,
+        closing(connection_of(0, server.port)) as connection,
+        pytest.raises(LaunchError, match=message),
     ):
-        line.exchange_introductions(introduction(0))
+        connection.exchange_introductions(introduction(0))

@@ -31,7 +31,7 @@ def test_the_best_trials_are_those_that_no_other_trial_dominates(values, signs, 
 
 
 def test_trials_of_other_programs_and_failed_trials_do_not_count():
-    own, foreign = trials([2.0])[0], trials([1.0])[0]
-    del foreign.user_attrs[RUN_ID]
+    own_trial, foreign_trial = trials([2.0])[0], trials([1.0])[0]
+    del foreign_trial.user_attrs[RUN_ID]
     failed = trials(None, state=optuna.trial.TrialState.FAIL)
-    assert best_trials([foreign, own, *failed], [1]) == [own]
+    assert best_trials([foreign_trial, own_trial, *failed], [1]) == [own_trial]

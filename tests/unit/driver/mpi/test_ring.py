@@ -21,7 +21,7 @@ def server(interface: str, address: str) -> TaskServer:
 
 
 @pytest.mark.parametrize(
-    ("usable", "addresses"),
+    ("servers_of_hosts", "addresses"),
     [
         # A common network takes precedence, whatever the names of its interfaces.
         ([["eth0 10.0.0.1", "ib0 10.1.0.1"], ["ens5 10.0.0.2", "ib0 10.1.0.2"]], ["10.0.0.1", "10.0.0.2"]),
@@ -33,25 +33,25 @@ def server(interface: str, address: str) -> TaskServer:
         ([["lo 127.0.0.1"]], ["127.0.0.1"]),
     ],
 )
-def test_a_common_network_takes_precedence_over_a_common_interface_name_and_over_other_addresses(usable, addresses):
-    servers = [[server(*one.split()) for one in own] for own in usable]
-    assert [one.address for one in choose_servers(servers)] == addresses
+def test_servers_are_chosen_by_a_common_network_then_by_a_common_interface_name(servers_of_hosts, addresses):
+    servers = [[server(*text.split()) for text in texts] for texts in servers_of_hosts]
+    assert [chosen.address for chosen in choose_servers(servers)] == addresses
 
 
 def ring_of_two(stack: ExitStack, hidden: set[str]) -> list[TaskRegistration]:
-    """Run two tasks with two addresses each; the driver, but not the other task, reaches the hidden addresses."""
+    """Run two tasks with two addresses each; only the driver reaches the hidden addresses."""
 
-    class Behind(TaskService):
-        """The service of a task that cannot reach the hidden addresses."""
+    class PartlyReachingService(TaskService):
+        """A service whose task cannot reach the hidden addresses."""
 
         def handle(self, message):
             if isinstance(message, ProbeServers):
-                message = ProbeServers(tuple(one for one in message.servers if one.address not in hidden))
+                message = ProbeServers(tuple(server for server in message.servers if server.address not in hidden))
             return super().handle(message)
 
     tasks = []
     for index in range(2):
-        service = Behind(SECRET)
+        service = PartlyReachingService(SECRET)
         servers = []
         for number, address in enumerate((f"127.0.{index}.1", f"127.0.{index}.2")):
             port = stack.enter_context(Server(SECRET, service, address)).port
@@ -66,7 +66,7 @@ def ring_of_two(stack: ExitStack, hidden: set[str]) -> list[TaskRegistration]:
     ("hidden", "addresses"),
     [(set(), ["127.0.0.1", "127.0.1.1"]), ({"127.0.0.1", "127.0.1.1"}, ["127.0.0.2", "127.0.1.2"])],
 )
-def test_the_driver_takes_addresses_at_which_the_tasks_reach_each_other(hidden, addresses):
+def test_the_driver_chooses_addresses_at_which_the_tasks_reach_each_other(hidden, addresses):
     with ExitStack() as stack:
         links = connect_ring(ring_of_two(stack, hidden), SECRET)
         for link in links:
@@ -75,9 +75,11 @@ def test_the_driver_takes_addresses_at_which_the_tasks_reach_each_other(hidden, 
 
 
 def test_a_host_that_only_the_driver_reaches_is_named_with_its_addresses():
-    there = "{'node-1': ['eth0 127.0.1.1', 'eth1 127.0.1.2']}"
-    words = f"Some hosts have no address at which both the driver and another host reach them: {there}. Name the right"
-    with ExitStack() as stack, pytest.raises(LaunchError, match=re.escape(words)):
+    addresses = "{'node-1': ['eth0 127.0.1.1', 'eth1 127.0.1.2']}"
+    message = (
+        f"Some hosts have no address at which both the driver and another host reach them: {addresses}. Name the right"
+    )
+    with ExitStack() as stack, pytest.raises(LaunchError, match=re.escape(message)):
         connect_ring(ring_of_two(stack, {"127.0.1.1", "127.0.1.2"}), SECRET)
 
 

@@ -14,7 +14,7 @@ from tests.waiting import wait_for
 
 
 class Jobs:
-    """Jobs in threads, each of which holds its slots until ``end``."""
+    """Jobs that run in threads and hold their slots until ``end``."""
 
     def __init__(self, slots: int) -> None:
         self.queue = GangQueue()
@@ -36,7 +36,7 @@ class Jobs:
         self._threads[name].join()
 
     def has_started(self, *names: str) -> bool:
-        """Wait until these jobs and no others have started, in this order."""
+        """Wait until as many jobs have started, and return whether they are these jobs in this order."""
         wait_for(lambda: len(self.started) >= len(names))
         return self.started == list(names)
 
@@ -48,12 +48,12 @@ class Jobs:
 
 @pytest.fixture
 def jobs():
-    made = Jobs(4)
-    yield made
-    for name in list(made._ends):
-        made._ends[name].set()
-    for name in list(made._threads):
-        made._threads[name].join()
+    created = Jobs(4)
+    yield created
+    for name in list(created._ends):
+        created._ends[name].set()
+    for name in list(created._threads):
+        created._threads[name].join()
 
 
 def test_jobs_that_fit_run_at_the_same_time(jobs):
@@ -145,11 +145,11 @@ def test_an_interrupted_job_releases_its_slots_while_another_thread_waits_for_sp
 
 
 def test_a_job_that_fails_while_it_waits_or_runs_leaves_the_queue(jobs):
-    def stopped() -> int:
+    def slots_of_a_stopped_session() -> int:
         raise RuntimeError("the session was stopped")
 
     jobs.submit("a", 4)
-    with pytest.raises(RuntimeError, match="stopped"), jobs.queue.turn(Gang(1, stopped)):
+    with pytest.raises(RuntimeError, match="stopped"), jobs.queue.turn(Gang(1, slots_of_a_stopped_session)):
         pass
     jobs.end("a")
     with pytest.raises(ValueError, match="in fn"), jobs.queue.turn(Gang(4, lambda: 4)):

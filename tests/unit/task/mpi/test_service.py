@@ -20,7 +20,7 @@ def service():
     service.close()
 
 
-def test_an_orted_that_cannot_start_has_ended(service):
+def test_an_orted_that_cannot_start_counts_as_ended(service):
     service.allow_start({})
     answer = service.handle(ExecuteOrted(("rm", "-rf", "/")))
     assert isinstance(answer, Executed)
@@ -28,26 +28,26 @@ def test_an_orted_that_cannot_start_has_ended(service):
     code, output = service.orted_ended()
     assert code == 127
     assert "executes only orted" in output
-    began = time.monotonic()
+    start = time.monotonic()
     service.await_orted_end(30.0)
-    assert time.monotonic() - began < 10.0
+    assert time.monotonic() - start < 10.0
 
 
-def test_an_orted_whose_output_cannot_be_read_is_killed_and_has_ended(service, monkeypatch, tmp_path):
+def test_an_orted_whose_output_cannot_be_read_is_killed_and_counts_as_ended(service, monkeypatch, tmp_path):
     program = tmp_path / "orted"
     program.write_text("#!/bin/sh\nexec sleep 60\n")
     program.chmod(0o755)
     processes = []
-    start = orted_module.subprocess.Popen
+    start_process = orted_module.subprocess.Popen
 
-    def noted(*arguments, **options):
-        processes.append(start(*arguments, **options))
+    def record_process(*arguments, **options):
+        processes.append(start_process(*arguments, **options))
         return processes[-1]
 
     def refuse(thread):
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(orted_module.subprocess, "Popen", noted)
+    monkeypatch.setattr(orted_module.subprocess, "Popen", record_process)
     monkeypatch.setattr(threading.Thread, "start", refuse)
     service.allow_start({"PATH": "/bin:/usr/bin"})
     answer = service.handle(ExecuteOrted((str(program),)))
@@ -56,11 +56,11 @@ def test_an_orted_whose_output_cannot_be_read_is_killed_and_has_ended(service, m
     assert processes[0].poll() is not None
 
 
-def test_orted_does_not_start_in_a_task_that_ends_before_it_could(service, monkeypatch):
+def test_orted_does_not_start_in_a_task_that_is_ending(service, monkeypatch):
     started = []
 
-    class EndingTask:
-        """The event of the permission to start; the task ends after a request has waited for it."""
+    class EventOfEndingTask:
+        """The event that permits the start of orted; the task ends while a request waits for it."""
 
         def wait(self, seconds):
             service.close()
@@ -70,7 +70,7 @@ def test_orted_does_not_start_in_a_task_that_ends_before_it_could(service, monke
         def set(self):
             pass
 
-    monkeypatch.setattr(service, "_can_execute", EndingTask())
+    monkeypatch.setattr(service, "_can_execute", EventOfEndingTask())
     monkeypatch.setattr(service_module, "Orted", lambda *arguments: started.append(arguments))
     assert isinstance(service.handle(ExecuteOrted(("orted",))), Rejected)
     assert not started

@@ -21,8 +21,8 @@ def launch_context(monkeypatch):
     monkeypatch.setattr(session, "launch_context", lambda: LaunchContext(token=TOKEN))
 
 
-def result_of(channel: CommandChannel, kind: bytes, fn: object, *args: object) -> object:
-    result = channel.execute(kind + cloudpickle.dumps((fn, args, {})), Deadline.after(30))
+def result_of(channel: CommandChannel, command: bytes, fn: object, *args: object) -> object:
+    result = channel.execute(command + cloudpickle.dumps((fn, args, {})), Deadline.after(30))
     return pickle.loads(pickle.dumps(result))  # like Ray, which pickles results
 
 

@@ -10,6 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sparkhvd.driver.log_stream import LogStream
+from sparkhvd.rpc.messages import Output
 from sparkhvd.rpc.server import Server
 from sparkhvd.task.job import Job
 from sparkhvd.task.worker.output import DriverLog, LineBuffer, OutputPump, RankLog
@@ -21,22 +22,22 @@ SECRET = b"q" * 32
 @given(st.lists(st.binary(max_size=20).map(lambda piece: piece.replace(b"x", b"\n").replace(b"\r", b""))))
 def test_lines_are_reassembled_from_any_chunks(pieces):
     buffer = LineBuffer()
-    passed = [lines for lines in map(buffer.add, pieces) if lines is not None]
+    forwarded = [lines for lines in map(buffer.add, pieces) if lines is not None]
     content = b"".join(pieces)
     end = content.rfind(b"\n")
     assert (buffer.flush() or b"") == content[end + 1 :]
-    assert b"".join(lines + b"\n" for lines in passed) == content[: end + 1]
+    assert b"".join(lines + b"\n" for lines in forwarded) == content[: end + 1]
 
 
 @given(st.lists(st.text("ab\r\n", max_size=6).map(str.encode)))
 def test_lines_that_end_with_carriage_returns_stay_whole(pieces):
     buffer = LineBuffer()
-    passed = [lines for lines in [*map(buffer.add, pieces), buffer.flush()] if lines is not None]
-    assert re.findall(b"[ab]+", b"\n".join(passed)) == re.findall(b"[ab]+", b"".join(pieces))
+    forwarded = [lines for lines in [*map(buffer.add, pieces), buffer.flush()] if lines is not None]
+    assert re.findall(b"[ab]+", b"\n".join(forwarded)) == re.findall(b"[ab]+", b"".join(pieces))
 
 
 @pytest.mark.parametrize(
-    ("pieces", "passed"),
+    ("pieces", "forwarded"),
     [
         (["1%\r", "2%\r", "\n", "end\n"], ["1%\r", "2%\r", "end"]),
         (["\r1%", "\r2%", "\r3%", "\nend\n"], ["\r1%", "\r2%", "\r3%\nend"]),
@@ -45,10 +46,10 @@ def test_lines_that_end_with_carriage_returns_stay_whole(pieces):
         (["\n\n"], ["\n"]),
     ],
 )
-def test_a_progress_bar_appears_while_it_moves(pieces, passed):
+def test_a_progress_bar_appears_while_it_moves(pieces, forwarded):
     buffer = LineBuffer()
     added = (buffer.add(piece.encode()) for piece in pieces)
-    assert [lines.decode() for lines in added if lines is not None] == passed
+    assert [lines.decode() for lines in added if lines is not None] == forwarded
 
 
 def test_an_endless_line_is_forwarded_in_bounded_pieces():
@@ -58,8 +59,8 @@ def test_an_endless_line_is_forwarded_in_bounded_pieces():
     assert buffer.flush() is None
 
 
-class Stream:
-    """A text stream that keeps its text."""
+class RecordingStream:
+    """A text stream that records its text."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -85,7 +86,7 @@ def pumped(log: RankLog, stdout: bytes, stderr: bytes) -> OutputPump:
 
 
 def test_output_reaches_the_driver_with_its_rank():
-    stdout, stderr = Stream(), Stream()
+    stdout, stderr = RecordingStream(), RecordingStream()
     stream = LogStream(stdout, stderr, timestamps=False)
     with Server(SECRET, stream) as server:
         log = DriverLog(Job(b"", 2, driver_addresses=(("127.0.0.1", server.port),), secret=SECRET))
@@ -112,7 +113,7 @@ def test_output_goes_to_the_tasks_stderr_when_no_driver_answers(capsys):
 
 
 def test_a_stream_that_is_not_sent_to_the_driver_goes_to_the_tasks_stderr(capsys):
-    stdout = Stream()
+    stdout = RecordingStream()
     with Server(SECRET, LogStream(stdout, None, timestamps=False, shown=False)) as server:
         addresses = (("127.0.0.1", server.port),)
         log = DriverLog(Job(b"", 1, driver_addresses=addresses, secret=SECRET, streamed=("stdout",)))
@@ -142,9 +143,7 @@ def test_an_open_pipe_of_another_process_does_not_block_the_task():
 
 
 def test_lines_can_be_timestamped():
-    stdout = Stream()
-    from sparkhvd.rpc.messages import Output  # noqa: PLC0415
-
+    stdout = RecordingStream()
     LogStream(stdout, None, timestamps=True).handle(Output(0, "stdout", b"x"))
     stamp, _, rest = stdout.text.partition("[0]")
     assert rest == "<stdout>:x\n"
@@ -152,9 +151,7 @@ def test_lines_can_be_timestamped():
 
 
 def test_a_progress_bar_keeps_its_prefix_and_counts_as_one_line_of_the_tail():
-    from sparkhvd.rpc.messages import Output  # noqa: PLC0415
-
-    shown = Stream()
+    shown = RecordingStream()
     stream = LogStream(shown, shown, timestamps=False)
     for content in (b"one\r\n\ntwo\n\r 0%", b"\r 10%\r 20%", b"30%\r"):
         stream.handle(Output(0, "stderr", content))
@@ -183,18 +180,16 @@ class FailingLog(DiscardingLog):
         raise AttributeError("nothing to write to")
 
 
-def test_a_pipe_is_read_to_its_end_even_if_its_log_raises(caplog):
+def test_a_pipe_is_read_to_its_end_even_if_its_log_fails(caplog):
     pump = pumped(FailingLog(), b"", b"".join(b"%09d\n" % number for number in range(50_000)))
     assert pump.stderr_tail().endswith("\n000049999")
     assert caplog.text.count("Output of rank 3 is lost: nothing to write to") == 1
 
 
 def test_an_unwritable_folder_affects_only_the_log_files(tmp_path, caplog):
-    from sparkhvd.rpc.messages import Output  # noqa: PLC0415
-
     (tmp_path / "rank.0").mkdir()
     (tmp_path / "rank.0" / "stderr").symlink_to("/dev/full")
-    shown = Stream()
+    shown = RecordingStream()
     stream = LogStream(shown, shown, timestamps=False, folder=tmp_path)
     for number, name in enumerate(("stdout", "stderr", "stderr", "stdout")):
         stream.handle(Output(0, name, b"%d" % number))

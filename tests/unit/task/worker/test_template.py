@@ -47,7 +47,7 @@ def templates(monkeypatch) -> Iterator[Templates]:
 
 
 @pytest.fixture
-def imported(tmp_path, monkeypatch) -> str:
+def recording_module(tmp_path, monkeypatch) -> str:
     """Write a module that records which process imported it, and return its name."""
     (tmp_path / "imported_once.py").write_text("import os\nIMPORTED_IN = os.getpid()\n")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -55,8 +55,8 @@ def imported(tmp_path, monkeypatch) -> str:
 
 
 @pytest.fixture
-def with_threads(tmp_path, monkeypatch) -> str:
-    """Write a module like that of ``imported``, whose import also starts a thread."""
+def module_with_threads(tmp_path, monkeypatch) -> str:
+    """Write a module like ``recording_module`` that also starts a thread when it is imported."""
     (tmp_path / "imported_once.py").write_text(
         "import os, threading\nIMPORTED_IN = os.getpid()\n"
         "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
@@ -65,8 +65,8 @@ def with_threads(tmp_path, monkeypatch) -> str:
     return "imported_once"
 
 
-class Lines:
-    """A log that keeps the output of a worker."""
+class RecordingLog:
+    """A log that records the output of a worker."""
 
     rank = 0
 
@@ -81,8 +81,8 @@ class Lines:
     def close(self) -> None: ...
 
 
-def spawn(*preload: str, seconds: float = WARM_SECONDS, log: Lines | None = None, **env: str) -> WorkerProcess:
-    worker = WorkerProcess(spawn_worker(env, {}, preload, warm_seconds=seconds), log or Lines())
+def spawn(*preload: str, seconds: float = WARM_SECONDS, log: RecordingLog | None = None, **env: str) -> WorkerProcess:
+    worker = WorkerProcess(spawn_worker(env, {}, preload, warm_seconds=seconds), log or RecordingLog())
     worker.output.start()
     return worker
 
@@ -105,21 +105,28 @@ def result(worker: WorkerProcess, fn: Callable[..., object], *args: object, comm
 
 
 def where_imported() -> tuple[int, int]:
+    """Return the process that imported the module, and this process."""
     import imported_once  # noqa: PLC0415
 
     return imported_once.IMPORTED_IN, os.getpid()
 
 
-def test_the_next_worker_is_forked_with_the_imports_of_the_first(imported):
-    first, own = result(spawn(imported), where_imported)
-    assert first == own
+def check_that_no_worker_is_forked(module: str, seconds: float = WARM_SECONDS) -> None:
     for _ in range(2):
-        again, own = result(spawn(imported), where_imported)
-        assert again == first
-        assert own != first
+        importer, pid = result(spawn(module, seconds=seconds), where_imported)
+        assert importer == pid
 
 
-def test_a_template_is_forked_while_no_other_thread_imports(imported, tmp_path):
+def test_the_next_worker_is_forked_with_the_imports_of_the_first(recording_module):
+    importer, pid = result(spawn(recording_module), where_imported)
+    assert importer == pid
+    for _ in range(2):
+        next_importer, pid = result(spawn(recording_module), where_imported)
+        assert next_importer == importer
+        assert pid != importer
+
+
+def test_a_template_is_forked_while_no_other_thread_imports(recording_module, tmp_path):
     (tmp_path / "slowly_imported.py").write_text("import time\ntime.sleep(1)\ndef nothing(): ...\n")
     nothing = importlib.import_module("slowly_imported").nothing
 
@@ -129,46 +136,46 @@ def test_a_template_is_forked_while_no_other_thread_imports(imported, tmp_path):
         def __reduce__(self):
             return nothing, ()
 
-    (first, _), (again, _) = [result(spawn(imported), where_imported, commits=Commits()) for _ in range(2)]
-    assert first == again
+    (importer, _), (next_importer, _) = [
+        result(spawn(recording_module), where_imported, commits=Commits()) for _ in range(2)
+    ]
+    assert importer == next_importer
 
 
-def test_without_warm_seconds_every_worker_imports_by_itself(imported):
-    for _ in range(2):
-        first, own = result(spawn(imported, seconds=0.0), where_imported)
-        assert first == own
+def test_without_warm_seconds_no_worker_is_forked(recording_module):
+    check_that_no_worker_is_forked(recording_module, seconds=0.0)
 
 
 @pytest.mark.parametrize("change", [{"OMP_NUM_THREADS": "3"}, {"PYTHONHASHSEED": "5"}])
-def test_a_worker_with_other_variables_is_not_forked(imported, change):
-    result(spawn(imported), where_imported)
-    first, own = result(spawn(imported, **change), where_imported)
-    assert first == own
+def test_a_worker_with_other_variables_is_not_forked(recording_module, change):
+    result(spawn(recording_module), where_imported)
+    importer, pid = result(spawn(recording_module, **change), where_imported)
+    assert importer == pid
 
 
-def test_jobs_of_three_kinds_alternate_without_new_imports_and_a_fourth_replaces_the_oldest(imported):
-    def imported_by(kind: str) -> int:
-        return result(spawn(imported, KIND=kind), where_imported)[0]
+def test_three_kinds_of_jobs_keep_their_templates_and_a_fourth_kind_replaces_the_oldest(recording_module):
+    def importer_of_job(kind: str) -> int:
+        return result(spawn(recording_module, KIND=kind), where_imported)[0]
 
-    first = {kind: imported_by(kind) for kind in "abc"}
-    assert len(set(first.values())) == 3
-    assert {kind: imported_by(kind) for kind in "abc"} == first
-    imported_by("d")
-    assert [imported_by(kind) == first[kind] for kind in "bca"] == [True, True, False]
-
-
-def test_workers_that_start_together_import_once(imported):
-    workers = [spawn(imported) for _ in range(3)]
-    found = [result(worker, where_imported) for worker in workers]
-    assert len({own for _, own in found}) == 3
-    assert {first for first, _ in found} == {found[0][1]}
+    importers = {kind: importer_of_job(kind) for kind in "abc"}
+    assert len(set(importers.values())) == 3
+    assert {kind: importer_of_job(kind) for kind in "abc"} == importers
+    importer_of_job("d")
+    assert [importer_of_job(kind) == importers[kind] for kind in "bca"] == [True, True, False]
 
 
-def test_workers_import_by_themselves_if_the_first_one_leaves_no_template(with_threads, monkeypatch):
+def test_workers_that_start_together_import_once(recording_module):
+    workers = [spawn(recording_module) for _ in range(3)]
+    results = [result(worker, where_imported) for worker in workers]
+    assert len({pid for _, pid in results}) == 3
+    assert {importer for importer, _ in results} == {results[0][1]}
+
+
+def test_workers_are_not_forked_if_the_first_worker_leaves_no_template(module_with_threads, monkeypatch):
     def job() -> None:
-        workers = [spawn(with_threads) for _ in range(2)]
-        for first, own in [result(worker, where_imported) for worker in workers]:
-            assert first == own
+        workers = [spawn(module_with_threads) for _ in range(2)]
+        for importer, pid in [result(worker, where_imported) for worker in workers]:
+            assert importer == pid
 
     job()
     tries, bind = [], template_module._bind
@@ -177,44 +184,50 @@ def test_workers_import_by_themselves_if_the_first_one_leaves_no_template(with_t
     assert len(tries) == 2, "only the workers of the first job wait"
 
 
-def test_a_worker_is_not_forked_after_an_installation(imported, tmp_path, monkeypatch):
+def test_a_worker_is_not_forked_after_an_installation(recording_module, tmp_path, monkeypatch):
     packages = tmp_path / "packages"
     packages.mkdir()
     monkeypatch.setattr(template_module.sysconfig, "get_path", lambda _: str(packages))
-    first, _ = result(spawn(imported), where_imported)
-    assert result(spawn(imported), where_imported)[0] == first
+    importer, _ = result(spawn(recording_module), where_imported)
+    assert result(spawn(recording_module), where_imported)[0] == importer
     (packages / "new-1.0.dist-info").mkdir()
-    assert result(spawn(imported), where_imported)[0] != first
+    assert result(spawn(recording_module), where_imported)[0] != importer
 
 
-def test_a_worker_is_not_forked_after_an_installation_into_another_folder_of_the_import_path(imported, tmp_path):
-    first, _ = result(spawn(imported), where_imported)
+def test_a_worker_is_not_forked_after_an_installation_into_another_folder_of_the_import_path(
+    recording_module, tmp_path
+):
+    importer, _ = result(spawn(recording_module), where_imported)
     (tmp_path / "new-1.0.dist-info").mkdir()
-    installed, _ = result(spawn(imported), where_imported)
-    assert installed != first
-    assert result(spawn(imported), where_imported)[0] == installed
+    installed, _ = result(spawn(recording_module), where_imported)
+    assert installed != importer
+    assert result(spawn(recording_module), where_imported)[0] == installed
     (tmp_path / "newer-1.0.dist-info").mkdir()
-    assert result(spawn(imported), where_imported)[0] != installed
+    assert result(spawn(recording_module), where_imported)[0] != installed
 
 
-def test_a_worker_is_forked_even_if_python_has_no_folder_for_packages(imported, tmp_path, monkeypatch):
+def test_a_worker_is_forked_even_if_python_has_no_folder_for_packages(recording_module, tmp_path, monkeypatch):
     monkeypatch.setattr(template_module.sysconfig, "get_path", lambda _: str(tmp_path / "missing"))
-    first, _ = result(spawn(imported), where_imported)
-    assert result(spawn(imported), where_imported)[0] == first
+    importer, _ = result(spawn(recording_module), where_imported)
+    assert result(spawn(recording_module), where_imported)[0] == importer
 
 
-def test_a_worker_is_not_forked_after_a_change_of_an_imported_module(imported, tmp_path):
-    first, _ = result(spawn(imported), where_imported)
+def test_a_worker_is_not_forked_after_a_change_of_an_imported_module(recording_module, tmp_path):
+    importer, _ = result(spawn(recording_module), where_imported)
     module = tmp_path / "imported_once.py"
     module.write_text(module.read_text() + "CHANGED = True\n")
-    changed, own = result(spawn(imported), where_imported)
-    assert changed == own
-    again, _ = result(spawn(imported), where_imported)
-    assert again != first
-    assert result(spawn(imported), where_imported)[0] == again, "the next template has the changed module"
+    changed, pid = result(spawn(recording_module), where_imported)
+    assert changed == pid
+    next_importer, _ = result(spawn(recording_module), where_imported)
+    assert next_importer != importer
+    assert result(spawn(recording_module), where_imported)[0] == next_importer, (
+        "the next template has the changed module"
+    )
 
 
-def test_a_worker_is_not_forked_after_a_change_of_a_zip_file_with_an_imported_module(imported, tmp_path, monkeypatch):
+def test_a_worker_is_not_forked_after_a_change_of_a_zip_file_with_an_imported_module(
+    recording_module, tmp_path, monkeypatch
+):
     def write(content: str) -> None:
         with zipfile.ZipFile(tmp_path / "modules.zip", "w") as archive:
             archive.writestr("imported_once.py", content)
@@ -222,30 +235,30 @@ def test_a_worker_is_not_forked_after_a_change_of_a_zip_file_with_an_imported_mo
     content = (tmp_path / "imported_once.py").read_text()
     write(content)
     monkeypatch.syspath_prepend(str(tmp_path / "modules.zip"))
-    first, _ = result(spawn(imported), where_imported)
-    assert result(spawn(imported), where_imported)[0] == first
+    importer, _ = result(spawn(recording_module), where_imported)
+    assert result(spawn(recording_module), where_imported)[0] == importer
     write(content + "CHANGED = True\n")
-    changed, own = result(spawn(imported), where_imported)
-    assert changed == own
+    changed, pid = result(spawn(recording_module), where_imported)
+    assert changed == pid
 
 
-def mask_of_new_files(_: Path) -> Callable[[], object]:
+def change_umask(_: Path) -> Callable[[], object]:
     before = os.umask(0o077)
     return lambda: os.umask(before)
 
 
-def limit_of_open_files(_: Path) -> Callable[[], object]:
+def lower_the_limit_of_open_files(_: Path) -> Callable[[], object]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard))
     return lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def ignored_signal(_: Path) -> Callable[[], object]:
+def ignore_a_signal(_: Path) -> Callable[[], object]:
     before = signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # under nohup, SIGHUP is already ignored
     return lambda: signal.signal(signal.SIGUSR2, before)
 
 
-def current_folder_of_the_same_name(folder: Path) -> Callable[[], object]:
+def replace_the_current_folder(folder: Path) -> Callable[[], object]:
     folder.rename(folder.with_name("former"))
     folder.mkdir()
     os.chdir(folder)
@@ -253,31 +266,31 @@ def current_folder_of_the_same_name(folder: Path) -> Callable[[], object]:
 
 
 @pytest.mark.parametrize(
-    "change", [mask_of_new_files, limit_of_open_files, ignored_signal, current_folder_of_the_same_name]
+    "change", [change_umask, lower_the_limit_of_open_files, ignore_a_signal, replace_the_current_folder]
 )
-def test_a_worker_is_not_forked_after_a_change_of_inherited_state(imported, tmp_path, monkeypatch, change):
+def test_a_worker_is_not_forked_after_a_change_of_inherited_state(recording_module, tmp_path, monkeypatch, change):
     folder = tmp_path / "current"
     folder.mkdir()
     monkeypatch.chdir(folder)
-    result(spawn(imported), where_imported)
+    result(spawn(recording_module), where_imported)
     restore = change(folder)
     try:
-        changed, own = result(spawn(imported), where_imported)
-        assert changed == own
+        changed, pid = result(spawn(recording_module), where_imported)
+        assert changed == pid
     finally:
         restore()
 
 
-def test_a_worker_is_forked_in_a_folder_that_was_removed(imported, tmp_path, monkeypatch):
+def test_a_worker_is_forked_in_a_folder_that_was_removed(recording_module, tmp_path, monkeypatch):
     folder = tmp_path / "current"
     folder.mkdir()
     monkeypatch.chdir(folder)
     folder.rmdir()
-    first, _ = result(spawn(imported), where_imported)
-    assert result(spawn(imported), where_imported)[0] == first
+    importer, _ = result(spawn(recording_module), where_imported)
+    assert result(spawn(recording_module), where_imported)[0] == importer
 
 
-def state() -> dict[str, object]:
+def process_state() -> dict[str, object]:
     Path(os.environ["SPARKHVD_SCRATCH"], "file").write_text("1")
     return {
         "scratch": os.environ["SPARKHVD_SCRATCH"],
@@ -292,7 +305,7 @@ def state() -> dict[str, object]:
 
 
 def test_a_forked_worker_has_the_state_of_a_new_one():
-    new, forked = result(spawn("numpy"), state), result(spawn("numpy"), state)
+    new, forked = result(spawn("numpy"), process_state), result(spawn("numpy"), process_state)
     scratch = new.pop("scratch"), forked.pop("scratch")
     assert scratch[0] != scratch[1]
     assert not any(Path(folder).exists() for folder in scratch)
@@ -324,12 +337,12 @@ def test_forked_workers_draw_different_random_numbers_with_torch():
 
 def test_a_module_that_was_added_later_is_found(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
-    result(spawn("numpy"), missing, "added_later")
+    result(spawn("numpy"), is_missing, "added_later")
     (tmp_path / "added_later.py").write_text("")
-    assert result(spawn("numpy"), missing, "added_later") is False
+    assert result(spawn("numpy"), is_missing, "added_later") is False
 
 
-def missing(name: str) -> bool:
+def is_missing(name: str) -> bool:
     import importlib.util  # noqa: PLC0415
 
     return importlib.util.find_spec(name) is None
@@ -340,14 +353,14 @@ def write_to_both() -> None:
     print("to stderr", file=sys.stderr)
 
 
-def test_the_output_of_a_forked_worker_arrives():
-    logs = [Lines(), Lines()]
+def test_the_output_of_a_forked_worker_reaches_its_log():
+    logs = [RecordingLog(), RecordingLog()]
     for log in logs:
         result(spawn(log=log), write_to_both)
     assert [sorted(log.written) for log in logs] == [[("stderr", b"to stderr"), ("stdout", b"to stdout")]] * 2
 
 
-def test_the_error_of_a_forked_worker_arrives():
+def test_the_error_of_a_forked_worker_is_reported():
     result(spawn(), os.getpid)
     worker = spawn()
     start(worker, divide)
@@ -371,7 +384,7 @@ def start_child_and_stay(path: str) -> None:
     threading.Event().wait()
 
 
-def child_of(worker: WorkerProcess, path: Path) -> psutil.Process:
+def start_child(worker: WorkerProcess, path: Path) -> psutil.Process:
     start(worker, start_child_and_stay, str(path))
     pause = threading.Event()
     while not path.exists():
@@ -382,14 +395,14 @@ def child_of(worker: WorkerProcess, path: Path) -> psutil.Process:
 def test_killing_a_forked_worker_ends_its_children(tmp_path):
     result(spawn(), os.getpid)
     worker = spawn()
-    child = child_of(worker, tmp_path / "pid")
+    child = start_child(worker, tmp_path / "pid")
     os.kill(worker.pid, signal.SIGKILL)
     assert worker.events.get(timeout=60.0) == Exited(-signal.SIGKILL)
     worker.close()
     assert psutil.wait_procs([child], timeout=20.0)[1] == []
 
 
-def test_the_process_of_a_forked_worker_is_gone_when_the_worker_is_closed():
+def test_closing_a_forked_worker_waits_for_the_end_of_its_process():
     result(spawn(), os.getpid)
     for _ in range(5):
         worker = spawn()
@@ -400,12 +413,12 @@ def test_the_process_of_a_forked_worker_is_gone_when_the_worker_is_closed():
 def test_closing_a_forked_worker_ends_its_process_group(tmp_path):
     result(spawn(), os.getpid)
     worker = spawn()
-    child = child_of(worker, tmp_path / "pid")
+    child = start_child(worker, tmp_path / "pid")
     worker.close()
     assert psutil.wait_procs([child], timeout=20.0)[1] == []
 
 
-def forked_by(worker: WorkerProcess) -> psutil.Process:
+def parent_of(worker: WorkerProcess) -> psutil.Process:
     """Return the parent of a forked worker."""
     parent = psutil.Process(worker.pid).parent()
     assert parent.pid != os.getpid(), "the worker was not forked"
@@ -415,17 +428,17 @@ def forked_by(worker: WorkerProcess) -> psutil.Process:
 def test_the_loss_of_a_forked_workers_parent_counts_as_a_kill(tmp_path):
     result(spawn(), os.getpid)
     worker = spawn()
-    child = child_of(worker, tmp_path / "pid")
-    forked_by(worker).kill()
+    child = start_child(worker, tmp_path / "pid")
+    parent_of(worker).kill()
     assert worker.events.get(timeout=60.0) == Exited(-signal.SIGKILL)
     worker.close()
     assert psutil.wait_procs([child], timeout=20.0)[1] == []
 
 
-def template() -> psutil.Process:
-    """Return the template process, from which the parent of a forked worker was forked."""
+def current_template() -> psutil.Process:
+    """Fork a worker, and return the template from which its parent was forked."""
     worker = spawn()
-    process = forked_by(worker).parent()
+    process = parent_of(worker).parent()
     assert process.name() == TEMPLATE_NAME
     worker.close()
     return process
@@ -433,72 +446,74 @@ def template() -> psutil.Process:
 
 def test_a_killed_template_is_replaced():
     result(spawn(), os.getpid)
-    killed = template()
+    killed = current_template()
     killed.kill()
     psutil.wait_procs([killed], timeout=20.0)
     result(spawn(), os.getpid)  # the new template's first worker
-    assert template().pid != killed.pid
+    assert current_template().pid != killed.pid
 
 
 def test_a_worker_that_is_forked_too_late_ends_and_leaves_nothing_behind(tmp_path, monkeypatch):
     result(spawn(), os.getpid)
-    late = template()
-    late.suspend()
+    slow_template = current_template()
+    slow_template.suspend()
     with monkeypatch.context() as patch:
         patch.setattr(template_module, "_FORK_SECONDS", 0.1)
         worker = spawn()
     assert psutil.Process(worker.pid).ppid() == os.getpid(), "the worker was forked"
     start(worker, start_child_and_stay, str(tmp_path / "pid"))
-    late.resume()
+    slow_template.resume()
     result(spawn(), os.getpid)  # the template serves the earlier request first
-    assert psutil.wait_procs(late.children(recursive=True), timeout=20.0)[1] == []
+    assert psutil.wait_procs(slow_template.children(recursive=True), timeout=20.0)[1] == []
     assert Path(psutil.Process(worker.pid).environ()["SPARKHVD_SCRATCH"]).is_dir()
     worker.close()
 
 
-def test_a_worker_that_waits_for_a_template_has_no_scratch_folder_yet(imported, tmp_path, monkeypatch):
+def test_a_worker_that_waits_for_a_template_has_no_scratch_folder_yet(recording_module, tmp_path, monkeypatch):
     (tmp_path / "scratch").mkdir()
     monkeypatch.setattr(scratch_module, "local_folders", lambda: (str(tmp_path / "scratch"),))
-    during, bind = [], template_module._bind
+    folder_counts, bind = [], template_module._bind
 
-    def looked_at_folders(address: str) -> object:
-        during.append(len(list((tmp_path / "scratch").iterdir())))
+    def count_folders_and_bind(address: str) -> object:
+        folder_counts.append(len(list((tmp_path / "scratch").iterdir())))
         return bind(address)
 
-    monkeypatch.setattr(template_module, "_bind", looked_at_folders)
-    workers = [spawn(imported) for _ in range(2)]
-    assert set(during[1:]) <= {1}, "only the first worker has a scratch folder"
+    monkeypatch.setattr(template_module, "_bind", count_folders_and_bind)
+    workers = [spawn(recording_module) for _ in range(2)]
+    assert set(folder_counts[1:]) <= {1}, "only the first worker has a scratch folder"
     for worker in workers:
         result(worker, where_imported)
     assert list((tmp_path / "scratch").iterdir()) == []
 
 
-def test_only_the_first_worker_waits_for_a_process_that_uses_the_name_of_a_template(imported, monkeypatch):
-    tries, bind, of = [], template_module._bind, template_module.Origin.of
-    taken = []
+def test_only_the_first_worker_waits_for_a_process_that_occupies_the_address_of_a_template(
+    recording_module, monkeypatch
+):
+    tries, bind, original_of = [], template_module._bind, template_module.Origin.of
+    occupied_addresses = []
 
-    def with_its_name_taken(*arguments: Any) -> template_module.Origin:
-        origin = of(*arguments)
-        if not taken:
-            taken.append(bind(origin.address))
+    def occupy_the_address_first(*arguments: Any) -> template_module.Origin:
+        origin = original_of(*arguments)
+        if not occupied_addresses:
+            occupied_addresses.append(bind(origin.address))
         return origin
 
-    monkeypatch.setattr(process_module.Origin, "of", with_its_name_taken)
+    monkeypatch.setattr(process_module.Origin, "of", occupy_the_address_first)
     monkeypatch.setattr(template_module, "_bind", lambda address: tries.append(address) or bind(address))
     monkeypatch.setattr(template_module, "_SPLIT_SECONDS", 0.1)
-    result(spawn(imported), where_imported)
+    result(spawn(recording_module), where_imported)
     assert len(tries) > 1
     tries.clear()
-    result(spawn(imported), where_imported)
+    result(spawn(recording_module), where_imported)
     assert len(tries) == 1
-    taken[0].close()
+    occupied_addresses[0].close()
 
 
 def test_a_template_ends_when_it_is_idle_and_its_workers_do_not(tmp_path):
     result(spawn(seconds=1.0), os.getpid)
     worker = spawn(seconds=1.0)
     idle = psutil.Process(worker.pid).parent().parent()
-    child = child_of(worker, tmp_path / "pid")
+    child = start_child(worker, tmp_path / "pid")
     assert psutil.wait_procs([idle], timeout=20.0)[1] == []
     assert child.is_running()
     os.kill(worker.pid, signal.SIGTERM)
@@ -509,31 +524,33 @@ def test_a_template_ends_when_it_is_idle_and_its_workers_do_not(tmp_path):
 def test_a_template_ends_with_the_process_that_started_it(tmp_path):
     program = (
         "import sys; sys.path.insert(0, sys.argv[1]); import test_template as t; import os; "
-        "t.result(t.spawn(), os.getpid); print(t.template().pid, flush=True); sys.stdin.read()"
+        "t.result(t.spawn(), os.getpid); print(t.current_template().pid, flush=True); sys.stdin.read()"
     )
     folder = str(Path(__file__).parent)
     with subprocess.Popen(
         [sys.executable, "-c", program, folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as owner:
-        left = psutil.Process(int(owner.stdout.readline()))
-        assert left.is_running()
+        template_process = psutil.Process(int(owner.stdout.readline()))
+        assert template_process.is_running()
         owner.kill()
-    assert psutil.wait_procs([left], timeout=20.0)[1] == []
+    assert psutil.wait_procs([template_process], timeout=20.0)[1] == []
 
 
 def test_a_template_of_a_spark_task_outlives_the_task_and_ends_with_the_executor(monkeypatch):
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as executor:
-        of = template_module.Origin.of
-        monkeypatch.setattr(process_module.Origin, "of", lambda *arguments: replace(of(*arguments), owner=executor.pid))
+        original_of = template_module.Origin.of
+        monkeypatch.setattr(
+            process_module.Origin, "of", lambda *arguments: replace(original_of(*arguments), owner=executor.pid)
+        )
         result(spawn(), os.getpid)
-        left = template()
+        template_process = current_template()
         process_module.TEMPLATES.close()
-        assert template() == left, "another task of the executor finds the template"
+        assert current_template() == template_process, "another task of the executor finds the template"
         executor.kill()
-        assert psutil.wait_procs([left], timeout=20.0)[1] == []
+        assert psutil.wait_procs([template_process], timeout=20.0)[1] == []
 
 
-def test_a_process_is_watched_by_a_python_without_pidfd_open(monkeypatch):
+def test_a_python_without_pidfd_open_can_watch_a_process(monkeypatch):
     monkeypatch.delattr(os, "pidfd_open")
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as watched:
         descriptor = template_module._descriptor_of(watched.pid)
@@ -545,39 +562,33 @@ def test_a_process_is_watched_by_a_python_without_pidfd_open(monkeypatch):
         template_module._descriptor_of(watched.pid)
 
 
-def test_a_template_of_another_user_is_not_asked_for_workers(monkeypatch):
+def test_a_template_of_another_user_receives_no_requests(monkeypatch):
     result(spawn(), os.getpid)
-    left = template()
-    monkeypatch.setattr(template_module, "_credentials", lambda _: (left.pid, os.geteuid() + 1))
+    template_process = current_template()
+    monkeypatch.setattr(template_module, "_credentials", lambda _: (template_process.pid, os.geteuid() + 1))
     monkeypatch.setattr(template_module, "_SPLIT_SECONDS", 0.1)
     worker = spawn()
     assert psutil.Process(worker.pid).ppid() == os.getpid(), "the worker was forked"
     worker.close()
 
 
-def test_a_process_with_threads_of_a_library_does_not_become_a_template(with_threads):
-    for _ in range(2):
-        first, own = result(spawn(with_threads), where_imported)
-        assert first == own
+def test_a_process_whose_imports_start_a_thread_does_not_become_a_template(module_with_threads):
+    check_that_no_worker_is_forked(module_with_threads)
 
 
-def test_a_process_with_a_thread_of_python_does_not_become_a_template(imported, tmp_path):
+def test_a_process_that_starts_with_a_thread_does_not_become_a_template(recording_module, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(
         "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
     )
-    for _ in range(2):
-        first, own = result(spawn(imported), where_imported)
-        assert first == own
+    check_that_no_worker_is_forked(recording_module)
 
 
-def test_a_process_whose_imports_opened_the_gpu_driver_does_not_become_a_template(imported, tmp_path):
+def test_a_process_whose_imports_open_the_gpu_driver_does_not_become_a_template(recording_module, tmp_path):
     (tmp_path / "imported_once.py").write_text(
         "import os\nfrom sparkhvd.task.worker import template\nIMPORTED_IN = os.getpid()\n"
         "DRIVER = open('/dev/full')\ntemplate._GPU_DRIVERS = {'/dev/full'}\n"
     )
-    for _ in range(2):
-        first, own = result(spawn(imported), where_imported)
-        assert first == own
+    check_that_no_worker_is_forked(recording_module)
 
 
 def test_a_thread_that_ends_while_threads_are_listed_is_omitted(tmp_path, monkeypatch):
@@ -588,7 +599,7 @@ def test_a_thread_that_ends_while_threads_are_listed_is_omitted(tmp_path, monkey
     assert template_module.native_threads() == {1}
 
 
-def test_a_template_is_reached_through_descriptors_of_any_number():
+def test_descriptors_above_the_limit_of_select_are_polled():
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(2048, limits[1]), limits[1]))
     reader, writer = os.pipe()
