@@ -61,14 +61,14 @@ def _fetched(packages: Sequence[str], cache: Path) -> Path:
     """Return the folder with the jars of these packages; Spark's own Ivy downloads missing ones."""
     cache.mkdir(parents=True, exist_ok=True)
     jars, complete = cache / "jars", cache / "complete"
-    wanted = ",".join(packages)
+    coordinates = ",".join(packages)
     with (cache / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not complete.exists() or complete.read_text() != wanted:
-            command = [sys.executable, "-c", _FETCH_PROGRAM, wanted, str(cache), _AWS_BUNDLE]
+        if not complete.exists() or complete.read_text() != coordinates:
+            command = [sys.executable, "-c", _FETCH_PROGRAM, coordinates, str(cache), _AWS_BUNDLE]
             completed = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
             assert completed.returncode == 0, f"Jars cannot be fetched:\n{completed.stdout}{completed.stderr}"
-            complete.write_text(wanted)
+            complete.write_text(coordinates)
     return jars
 
 

@@ -130,6 +130,6 @@ def test_the_operator_starts_the_same_training_as_the_job() -> None:
 @pytest.mark.usefixtures("warm_ranks")
 def test_the_training_resumes_its_run_when_the_driver_starts_again(spark: SparkSession, tmp_path: Path) -> None:
     for _ in range(2):
-        shown = run_in_session(_FOLDER / "train.py", ["--store", "store"], tmp_path, spark)
-        assert re.search(r"^loss 0\.\d+ after 5 epochs$", shown, re.MULTILINE), shown
+        output = run_in_session(_FOLDER / "train.py", ["--store", "store"], tmp_path, spark)
+        assert re.search(r"^loss 0\.\d+ after 5 epochs$", output, re.MULTILINE), output
     assert len(list((tmp_path / "store" / "runs").iterdir())) == 1

@@ -23,7 +23,7 @@ def test_empty_environment_gives_the_defaults() -> None:
     assert from_environment({}) == Config()
 
 
-def test_own_names_are_read() -> None:
+def test_variables_of_sparkhvd_are_read() -> None:
     environment = {
         "SPARKHVD_COLLECTIVE_TIMEOUT": "2.5",
         "SPARKHVD_START_TIMEOUT": "7",
@@ -31,10 +31,10 @@ def test_own_names_are_read() -> None:
         "SPARKHVD_CACHE_CAPACITY": "3",
         "SPARKHVD_SHARED_MEMORY": "0",
     }
-    want = Config(
+    expected = Config(
         collective_timeout=2.5, start_timeout=7.0, fusion_threshold=1024, cache_capacity=3, shared_memory=False
     )
-    assert from_environment(environment) == want
+    assert from_environment(environment) == expected
 
 
 @pytest.mark.parametrize(
@@ -49,11 +49,11 @@ def test_own_names_are_read() -> None:
         ("HOROVOD_LOG_LEVEL", "log_level"),
     ],
 )
-def test_names_of_horovod_are_a_fallback(name: str, field: str) -> None:
+def test_variables_of_horovod_are_a_fallback(name: str, field: str) -> None:
     assert getattr(from_environment({name: "12"}), field) == 12
 
 
-def test_tuning_is_off_by_default_and_explicit_settings_are_known() -> None:
+def test_autotuning_is_off_by_default_and_explicit_settings_are_distinguished_from_defaults() -> None:
     assert not from_environment({"HOROVOD_AUTOTUNE_LOG": "log.csv"}).autotune
     tuned = from_environment({"HOROVOD_AUTOTUNE": "1", "HOROVOD_AUTOTUNE_LOG": "log.csv"})
     assert (tuned.autotune, tuned.autotune_log) == (True, "log.csv")
@@ -62,7 +62,7 @@ def test_tuning_is_off_by_default_and_explicit_settings_are_known() -> None:
     assert (explicit.fusion_threshold, explicit.hierarchical_allreduce) == (0, True)
 
 
-def test_own_name_takes_precedence_over_horovods() -> None:
+def test_variables_of_sparkhvd_take_precedence_over_those_of_horovod() -> None:
     environment = {"SPARKHVD_START_TIMEOUT": "1", "HOROVOD_SPARK_START_TIMEOUT": "2"}
     assert from_environment(environment).start_timeout == 1.0
 
@@ -102,12 +102,12 @@ def test_a_level_is_read_by_its_name_or_number() -> None:
         ("SPARKHVD_LOG_LEVEL", "loud", "must be one of trace, debug, info, warning, error, fatal, .*"),
     ],
 )
-def test_a_value_of_the_wrong_kind_is_refused(name: str, text: str, problem: str) -> None:
+def test_a_value_of_the_wrong_type_is_refused(name: str, text: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} {problem}, got '{text}'"):
         from_environment({name: text})
 
 
-def test_horovods_variable_has_other_values_for_the_backend_of_cuda_tensors() -> None:
+def test_values_of_horovods_variable_for_gpu_operations_are_translated() -> None:
     assert Config().gpu_operations == "automatic"
     assert from_environment({"SPARKHVD_GPU_OPERATIONS": "NCCL"}).gpu_operations == "nccl"
     assert from_environment({"HOROVOD_GPU_OPERATIONS": "NCCL"}).gpu_operations == "nccl"
@@ -117,11 +117,11 @@ def test_horovods_variable_has_other_values_for_the_backend_of_cuda_tensors() ->
 
 
 def test_no_name_is_declared_twice() -> None:
-    declared = [name for each in declarations().values() for name in each.readers] + list(WITHOUT_EFFECT)
+    declared = [name for setting in declarations().values() for name in setting.readers] + list(WITHOUT_EFFECT)
     assert len(declared) == len(set(declared))
 
 
-def test_every_name_that_users_of_horovod_set_on_ranks_is_known() -> None:
+def test_every_variable_that_users_of_horovod_set_on_ranks_is_accepted() -> None:
     names = """
         FUSION_THRESHOLD CYCLE_TIME CACHE_CAPACITY HIERARCHICAL_ALLREDUCE HIERARCHICAL_ALLGATHER TORUS_ALLREDUCE
         AUTOTUNE AUTOTUNE_LOG AUTOTUNE_WARMUP_SAMPLES AUTOTUNE_STEPS_PER_SAMPLE AUTOTUNE_BAYES_OPT_MAX_SAMPLES
@@ -131,11 +131,11 @@ def test_every_name_that_users_of_horovod_set_on_ranks_is_known() -> None:
         THREAD_AFFINITY CONTROLLER CPU_OPERATIONS GLOO_TIMEOUT_SECONDS LOG_LEVEL LOG_HIDE_TIME CCL_CACHE START_TIMEOUT
         SPARK_START_TIMEOUT ELASTIC ELASTIC_TIMEOUT GPU_OPERATIONS SPARK_USE_LOCAL_RANK_GPU_INDEX
     """
-    known = {name for each in declarations().values() for name in each.readers} | set(WITHOUT_EFFECT)
-    assert {f"HOROVOD_{name}" for name in names.split()} - known == set()
+    accepted = {name for setting in declarations().values() for name in setting.readers} | set(WITHOUT_EFFECT)
+    assert {f"HOROVOD_{name}" for name in names.split()} - accepted == set()
 
 
-def test_names_without_effect_are_accepted_with_one_notice(caplog: pytest.LogCaptureFixture) -> None:
+def test_variables_without_effect_are_accepted_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     environment = {"HOROVOD_CYCLE_TIME": "5", "HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": ""}
     assert from_environment(environment) == Config()
     warn_ignored_variables(environment)
@@ -161,38 +161,38 @@ def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch)
     assert from_environment().start_timeout == 41.0
 
 
-LAUNCHED = Config(cache_capacity=7, timeline="of-a-flag.json")
+LAUNCH_CONFIG = Config(cache_capacity=7, timeline="of-a-flag.json")
 
 
 @pytest.mark.parametrize(
     ("before", "now", "expected"),
     [
-        ({}, {}, LAUNCHED),
-        ({"SPARKHVD_CACHE_CAPACITY": "9"}, {"SPARKHVD_CACHE_CAPACITY": "9"}, LAUNCHED),
-        ({}, {"HOROVOD_TIMELINE": "own.json"}, replace(LAUNCHED, timeline="own.json")),
-        ({"HOROVOD_TIMELINE": "a"}, {"HOROVOD_TIMELINE": "b"}, replace(LAUNCHED, timeline="b")),
-        ({"HOROVOD_TIMELINE": "a"}, {}, replace(LAUNCHED, timeline="")),
-        ({"HOROVOD_TIMELINE": "a"}, {"HOROVOD_TIMELINE": ""}, replace(LAUNCHED, timeline="")),
-        ({"HOROVOD_TIMELINE": ""}, {}, LAUNCHED),
+        ({}, {}, LAUNCH_CONFIG),
+        ({"SPARKHVD_CACHE_CAPACITY": "9"}, {"SPARKHVD_CACHE_CAPACITY": "9"}, LAUNCH_CONFIG),
+        ({}, {"HOROVOD_TIMELINE": "own.json"}, replace(LAUNCH_CONFIG, timeline="own.json")),
+        ({"HOROVOD_TIMELINE": "a"}, {"HOROVOD_TIMELINE": "b"}, replace(LAUNCH_CONFIG, timeline="b")),
+        ({"HOROVOD_TIMELINE": "a"}, {}, replace(LAUNCH_CONFIG, timeline="")),
+        ({"HOROVOD_TIMELINE": "a"}, {"HOROVOD_TIMELINE": ""}, replace(LAUNCH_CONFIG, timeline="")),
+        ({"HOROVOD_TIMELINE": ""}, {}, LAUNCH_CONFIG),
         # A fallback variable that the program sets takes precedence over an inherited variable of sparkhvd.
         (
             {"SPARKHVD_TIMELINE": "a"},
             {"SPARKHVD_TIMELINE": "a", "HOROVOD_TIMELINE": "b"},
-            replace(LAUNCHED, timeline="b"),
+            replace(LAUNCH_CONFIG, timeline="b"),
         ),
-        ({"SPARKHVD_TIMELINE": "a", "HOROVOD_TIMELINE": "b"}, {"SPARKHVD_TIMELINE": "a"}, LAUNCHED),
+        ({"SPARKHVD_TIMELINE": "a", "HOROVOD_TIMELINE": "b"}, {"SPARKHVD_TIMELINE": "a"}, LAUNCH_CONFIG),
         (
             {"SPARKHVD_TIMELINE": "a", "HOROVOD_TIMELINE": "b"},
             {"HOROVOD_TIMELINE": "b"},
-            replace(LAUNCHED, timeline="b"),
+            replace(LAUNCH_CONFIG, timeline="b"),
         ),
-        ({}, {"SPARKHVD_TIMELINE": "a", "HOROVOD_TIMELINE": "b"}, replace(LAUNCHED, timeline="a")),
-        ({}, {"HOROVOD_STALL_CHECK_DISABLE": "1"}, replace(LAUNCHED, stall_check=False)),
-        ({}, {"SPARKHVD_ENCRYPT": "0", "UNRELATED": "1"}, LAUNCHED),
+        ({}, {"SPARKHVD_TIMELINE": "a", "HOROVOD_TIMELINE": "b"}, replace(LAUNCH_CONFIG, timeline="a")),
+        ({}, {"HOROVOD_STALL_CHECK_DISABLE": "1"}, replace(LAUNCH_CONFIG, stall_check=False)),
+        ({}, {"SPARKHVD_ENCRYPT": "0", "UNRELATED": "1"}, LAUNCH_CONFIG),
     ],
 )
 def test_changes_of_a_program_take_precedence_over_settings_of_the_launch(before, now, expected):
-    assert with_changed_variables(LAUNCHED, setting_variables(before), now) == expected
+    assert with_changed_variables(LAUNCH_CONFIG, setting_variables(before), now) == expected
 
 
 def test_a_program_cannot_change_whether_its_job_is_encrypted():

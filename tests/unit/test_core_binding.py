@@ -399,11 +399,11 @@ def test_an_abort_reaches_the_other_processes_with_its_reason(shared_memory):
         assert ranks.next_reports() == ["ready"] * 3
         ranks.resume(1)
         for rank in (0, 2):
-            (first, message), (second, again) = ranks.next_report(rank)
-            assert (first, second) == ("aborted", "aborted")
+            (first_code, message), (second_code, second_message) = ranks.next_report(rank)
+            assert (first_code, second_code) == ("aborted", "aborted")
             assert message.startswith("allreduce 'needed': rank 1")
             assert "the data ran out" in message
-            assert "the data ran out" in again
+            assert "the data ran out" in second_message
 
 
 def test_ctrl_c_ends_a_wait_but_not_the_operation():

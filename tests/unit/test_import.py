@@ -17,17 +17,17 @@ _HEAVY = ("pyspark", "torch", "tensorflow", "keras", "lightning", "pandas", "pya
 _TIME_IMPORT = "import time; start = time.perf_counter(); import sparkhvd; print(time.perf_counter() - start)"
 
 
-def _fresh(code: str) -> str:
+def _run_in_new_process(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], cwd=_ROOT, check=True, capture_output=True, text=True).stdout
 
 
 def test_importing_takes_less_than_150_ms() -> None:
-    fastest = min(float(_fresh(_TIME_IMPORT)) for _ in range(5))
+    fastest = min(float(_run_in_new_process(_TIME_IMPORT)) for _ in range(5))
     assert fastest < 0.150, f"`import sparkhvd` took {fastest * 1000:.0f} ms at best"
 
 
 def test_importing_loads_no_framework_and_no_spark() -> None:
-    loaded = json.loads(_fresh("import json, sys, sparkhvd; print(json.dumps(sorted(sys.modules)))"))
+    loaded = json.loads(_run_in_new_process("import json, sys, sparkhvd; print(json.dumps(sorted(sys.modules)))"))
     heavy = [name for name in loaded if name.partition(".")[0] in _HEAVY]
     assert heavy == []
 
@@ -37,27 +37,27 @@ def test_importing_changes_neither_the_environment_nor_the_threads() -> None:
         "import os, threading; before = dict(os.environ); import sparkhvd; "
         "print(before == dict(os.environ), threading.active_count())"
     )
-    assert _fresh(code).split() == ["True", "1"]
+    assert _run_in_new_process(code).split() == ["True", "1"]
 
 
 @pytest.mark.parametrize("name", sparkhvd.__all__)
-def test_public_name_resolves(name: str) -> None:
+def test_a_public_name_resolves(name: str) -> None:
     assert getattr(sparkhvd, name) is not None
     assert name in dir(sparkhvd)
 
 
-def test_promised_names_are_public() -> None:
+def test_the_documented_names_are_public() -> None:
     assert {"run", "Store", "TorchEstimator", "TorchModel"} <= set(sparkhvd.__all__)
 
 
-def test_public_names_resolve_by_from_import_and_come_from_their_home() -> None:
+def test_public_names_can_be_imported_with_from_and_have_the_module_that_defines_them() -> None:
     from sparkhvd import Store, run  # noqa: PLC0415
 
     assert run.__module__.startswith("sparkhvd.driver")
     assert Store.__module__.startswith("sparkhvd.store")
 
 
-def test_unknown_name_is_an_attribute_error_that_names_it() -> None:
+def test_an_unknown_name_raises_an_attribute_error_with_this_name() -> None:
     with pytest.raises(AttributeError, match="module 'sparkhvd' has no attribute 'Stor'"):
         sparkhvd.Stor  # noqa: B018
 
@@ -80,7 +80,7 @@ def test_a_missing_package_is_reported_with_the_extra_that_installs_it(missing, 
     message = (
         f"sparkhvd.{name} needs the package {missing}, which is not installed here: pip install 'sparkhvd[{extra}]'."
     )
-    assert _fresh(code).strip() == message
+    assert _run_in_new_process(code).strip() == message
 
 
 def test_star_import_contains_the_names_of_the_installed_frameworks() -> None:
@@ -88,4 +88,4 @@ def test_star_import_contains_the_names_of_the_installed_frameworks() -> None:
         "import sys; sys.modules.update(dict.fromkeys(('keras', 'lightning', 'pytorch_lightning'))); "
         "from sparkhvd import *; print(*sorted(name for name in globals() if name.endswith('Estimator')), run.__name__)"
     )
-    assert _fresh(code).split() == ["TorchEstimator", "run"]
+    assert _run_in_new_process(code).split() == ["TorchEstimator", "run"]

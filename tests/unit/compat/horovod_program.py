@@ -1,4 +1,4 @@
-"""A program for Horovod, with the imports and calls that must work unchanged.
+"""A program that was written for Horovod, with imports and calls that must work unchanged.
 
 python -m tests.unit.compat.horovod_program
 """
@@ -44,10 +44,10 @@ def train_torch() -> dict[str, object]:
 
 
 def splits_of(alltoall, *results) -> list[object]:
-    """Return the numbers of rows that alltoalls have received, and their dtypes."""
+    """Return the result of an alltoall without splits, and the received splits of the other alltoalls."""
     alone = alltoall(torch.ones(2)).tolist()
-    found = [received for _, received in (alltoall(torch.ones(2), torch.tensor([1, 1])), *results)]
-    return [alone, *([str(received.dtype), received.tolist()] for received in found)]
+    received_splits = [splits for _, splits in (alltoall(torch.ones(2), torch.tensor([1, 1])), *results)]
+    return [alone, *([str(splits.dtype), splits.tolist()] for splits in received_splits)]
 
 
 def train_some_ranks() -> dict[str, object]:
@@ -155,8 +155,8 @@ def train_tensorflow() -> dict[str, object]:
         try:
             call()
         except (HorovodInternalError, ValueError, NotImplementedError) as error:
-            kinds = (tf.errors.FailedPreconditionError, tf.errors.InvalidArgumentError, NotImplementedError)
-            errors.append([kind.__name__ for kind in kinds if isinstance(error, kind)])
+            error_types = (tf.errors.FailedPreconditionError, tf.errors.InvalidArgumentError, NotImplementedError)
+            errors.append([error_type.__name__ for error_type in error_types if isinstance(error, error_type)])
     rows = tf.IndexedSlices(tf.ones([1, 1], tf.int32), tf.constant([hvd.rank()]))  # without a dense_shape
     mixed = hvd.grouped_allreduce([rows, tf.ones(1)], op=hvd.Sum)
     axes = tf.Variable([0.0, 0.0])
@@ -165,7 +165,7 @@ def train_tensorflow() -> dict[str, object]:
     orthogonal = hvd.DistributedGradientTape(orthogonal, op=hvd.Adasum)
     only_first = hvd.add_process_set([0])
     with tf.GradientTape() as local:
-        own = weight * (1.0 + hvd.rank())
+        local_loss = weight * (1.0 + hvd.rank())
     local = hvd.DistributedGradientTape(local, process_set=only_first)
     received = hvd.alltoall(tf.ones(2), [1, 1])[1]
     last = hvd.join()
@@ -175,7 +175,7 @@ def train_tensorflow() -> dict[str, object]:
         "kernels": [float(layer.kernel[0, 0]) for layer in frozen],
         "mixed": [mixed[0].values.numpy().tolist(), mixed[0].indices.numpy().tolist(), mixed[1].numpy().tolist()],
         "adasum": orthogonal.gradient(total, axes).numpy().tolist(),
-        "local": float(local.gradient(own, weight)),
+        "local": float(local.gradient(local_loss, weight)),
         "gradient": float(tape.gradient(loss, weight)),
         "sum": hvd.allreduce(tf.ones(1), None, "", "", hvd.Compression.none, hvd.Sum).numpy().tolist(),
         "scattered": hvd.reducescatter(tf.ones(2), "", hvd.Compression.none, hvd.Sum).numpy().tolist(),

@@ -54,7 +54,7 @@ def test_a_task_that_sees_only_its_own_gpus_ignores_sparks_indices():
 
 @pytest.mark.parametrize("remapped", [True, False])
 def test_ranks_of_an_executor_see_all_its_gpus_with_their_own_at_the_local_rank(remapped):
-    # Four tasks of one executor; each task sees only its own one of the machine's four GPUs.
+    # Four tasks of one executor; each task sees only one of the machine's four GPUs.
     tasks = [
         ("2", "0" if remapped else "2"),
         ("0", "0"),

@@ -13,10 +13,10 @@ from sparkhvd.driver.elastic.run import ElasticOptions, check_limits
 from sparkhvd.driver.run import launch_request
 from sparkhvd.errors import ConfigError
 
-GPUS = "gpus_per_task must be a positive integer or a fraction between 0 and 1"
+GPUS_MESSAGE = "gpus_per_task must be a positive integer or a fraction between 0 and 1 (Spark accepts no other amounts)"
 
 
-class Endless:
+class FailingStream:
     def write(self, text):
         raise RuntimeError("no more paper")
 
@@ -29,10 +29,10 @@ class Endless:
         ({"start_timeout": -5}, "start_timeout must be a positive number of seconds, got -5."),
         ({"start_timeout": "soon"}, "start_timeout must be a positive number of seconds, got 'soon'."),
         ({"start_timeout": float("nan")}, "start_timeout must be a positive number of seconds, got nan."),
-        ({"launcher": "barrier", "gpus_per_task": 0}, f"{GPUS} (Spark accepts no other amounts), got 0."),
-        ({"launcher": "barrier", "gpus_per_task": -1}, f"{GPUS} (Spark accepts no other amounts), got -1."),
-        ({"launcher": "barrier", "gpus_per_task": 1.5}, f"{GPUS} (Spark accepts no other amounts), got 1.5."),
-        ({"launcher": "barrier", "gpus_per_task": "all"}, f"{GPUS} (Spark accepts no other amounts), got 'all'."),
+        ({"launcher": "barrier", "gpus_per_task": 0}, f"{GPUS_MESSAGE}, got 0."),
+        ({"launcher": "barrier", "gpus_per_task": -1}, f"{GPUS_MESSAGE}, got -1."),
+        ({"launcher": "barrier", "gpus_per_task": 1.5}, f"{GPUS_MESSAGE}, got 1.5."),
+        ({"launcher": "barrier", "gpus_per_task": "all"}, f"{GPUS_MESSAGE}, got 'all'."),
         ({"launcher": "barrier", "cpus_per_task": 0}, "cpus_per_task must be an integer of at least 1, got 0."),
         ({"env": ["A=1"]}, "env must be a mapping of names to values, like env={'NAME': 'value'}, got the type list."),
         ({"env": {"A": 1}}, "env['A'] has a value of type int"),
@@ -48,7 +48,10 @@ class Endless:
         ({"launcher": "mpi", "extra_mpi_args": "'x"}, """extra_mpi_args="'x" is not valid shell syntax"""),
         ({"stdout": "out.txt"}, "stdout='out.txt' does not accept text: 'str' object has no attribute 'write'"),
         ({"stderr": io.BytesIO()}, "does not accept text: a bytes-like object is required"),
-        ({"stdout": Endless()}, "does not accept text: no more paper. Pass an open text file or sparkhvd.LogFiles"),
+        (
+            {"stdout": FailingStream()},
+            "does not accept text: no more paper. Pass an open text file or sparkhvd.LogFiles",
+        ),
         ({"output_filename": "/proc/kept"}, "'/proc/kept' is not a folder in which files can be created: No"),
         ({"output_filename": "/dev/null"}, "'/dev/null' is not a folder in which files can be created: File"),
     ],
@@ -72,14 +75,14 @@ def test_nics_have_no_effect_on_one_machine(caplog):
     assert "nics=['bogus0'] has no effect: all ranks run on this machine." in caplog.text
 
 
-@pytest.mark.parametrize("kind", [np.int64, np.uint8])
-def test_counts_may_be_numbers_of_numpy(kind):
-    name, request = launch_request(num_proc=kind(2), cpus_per_task=kind(3))
+@pytest.mark.parametrize("dtype", [np.int64, np.uint8])
+def test_counts_may_be_integers_of_numpy(dtype):
+    name, request = launch_request(num_proc=dtype(2), cpus_per_task=dtype(3))
     assert (name, request.num_proc, request.resources.cpus) == ("barrier", 2, 3)
-    assert type(request.num_proc) is type(request.resources.cpus) is int  # py4j accepts only the types of Python
+    assert type(request.num_proc) is type(request.resources.cpus) is int  # py4j accepts only Python's own types
 
 
-def test_limits_of_elastic_jobs_may_be_numbers_of_numpy():
+def test_limits_of_elastic_jobs_may_be_integers_of_numpy():
     elastic = ElasticOptions(np.int64(2), np.int32(1), np.uint8(200), reset_limit=np.int64(3))
     limits, _ = check_limits(elastic, 60.0)
     assert (limits.num_proc, limits.min_size, limits.max_size, limits.reset_limit) == (2, 1, 200, 3)
@@ -87,7 +90,7 @@ def test_limits_of_elastic_jobs_may_be_numbers_of_numpy():
 
 
 @pytest.mark.parametrize("value", [np.int64(0), np.bool_(True), 2.0, np.float64(2)])
-def test_other_numbers_are_no_counts(value):
+def test_values_other_than_positive_integers_are_refused_as_counts(value):
     with pytest.raises(ConfigError, match="num_proc must be an integer of at least 1, got"):
         launch_request(num_proc=value)
     with pytest.raises(ConfigError, match="num_proc must be an integer of at least 1, got"):

@@ -55,7 +55,7 @@ def test_contradictory_arguments_are_refused(launcher, use_mpi, use_gloo, reques
         choose_launcher(launcher, use_mpi, use_gloo, LaunchRequest(2, **request_fields))
 
 
-_NEARBY = """
+_NEARBY_LAUNCHER = """
 from sparkhvd.driver.launchers.local import LocalLauncher
 
 
@@ -68,7 +68,7 @@ class NearbyLauncher(LocalLauncher):
 def test_another_package_adds_a_launcher(install):
     with pytest.raises(ConfigError, match="Unknown launcher='nearby'"):
         sparkhvd.run(_rank, launcher="nearby")
-    install(_NEARBY, "sparkhvd.launchers", "nearby = added_package:NearbyLauncher")
+    install(_NEARBY_LAUNCHER, "sparkhvd.launchers", "nearby = added_package:NearbyLauncher")
     assert sparkhvd.run(_rank, launcher="nearby") == [0, 1]
     with pytest.raises(ConfigError, match="configure Spark tasks, but launcher='nearby' starts none"):
         sparkhvd.run(_rank, launcher="nearby", gpus_per_task=1)
@@ -82,7 +82,7 @@ def test_an_added_launcher_is_a_backend_of_the_estimators(install):
         ParamError, match="backend='nearby' must be one of 'auto', 'barrier', 'mpi', 'local', 'ray', or an"
     ):
         EstimatorParams(backend="nearby")
-    install(_NEARBY, "sparkhvd.launchers", "nearby = added_package:NearbyLauncher")
+    install(_NEARBY_LAUNCHER, "sparkhvd.launchers", "nearby = added_package:NearbyLauncher")
     plan = EstimatorParams(backend="nearby")._plan()
     assert reserve_ranks(plan, SimpleNamespace(version=pyspark_version())) == 2
     with pytest.raises(ParamError, match="backend='nearby' cannot send the rows of a DataFrame"):

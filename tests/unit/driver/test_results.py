@@ -52,7 +52,7 @@ def test_without_a_traceback_the_message_has_the_last_lines_of_stderr():
         results_of(failed(stderr_tail="last words"), 2)
 
 
-def test_kinds_of_failure_have_their_own_error_types():
+def test_the_type_of_the_error_depends_on_the_kind_of_failure():
     with pytest.raises(StartTimeoutError, match="Raise start_timeout"):
         results_of(failed(kind=NOT_STARTED), 2)
     with pytest.raises(LaunchError, match="Rank 1 on host node-4") as caught:
@@ -60,11 +60,11 @@ def test_kinds_of_failure_have_their_own_error_types():
     assert type(caught.value) is LaunchError
 
 
-def test_a_host_cut_off_from_the_network_fails_its_rank_or_task():
-    failed = failure_of(FailureReport.from_json(unreachable_host(TaskStatus(2, 3, "node-4", 7, IN_FN)).to_json()))
-    assert isinstance(failed, RankFailedError)
-    assert (failed.rank, failed.host) == (3, "node-4")
-    assert str(failed).startswith(
+def test_the_error_for_a_host_without_network_names_its_rank_or_task():
+    error = failure_of(FailureReport.from_json(unreachable_host(TaskStatus(2, 3, "node-4", 7, IN_FN)).to_json()))
+    assert isinstance(error, RankFailedError)
+    assert (error.rank, error.host) == (3, "node-4")
+    assert str(error).startswith(
         "Rank 3 on host node-4 was cut off from the network (in fn): the host has not responded for 9 s."
     )
     stopped = failure_of(unresponsive_task(TaskStatus(2, 3, "node-4", 7, CONNECTED)))
@@ -77,15 +77,15 @@ def test_a_host_cut_off_from_the_network_fails_its_rank_or_task():
 
 
 def test_missing_tasks_are_named_with_the_hosts_that_spark_reports():
-    failed = failure_of(tasks_not_ready([1, 3, 4], {1: "node-b", 2: "node-c", 4: "node-d"}, 15.0))
-    assert isinstance(failed, StartTimeoutError)
-    assert str(failed).startswith(
+    error = failure_of(tasks_not_ready([1, 3, 4], {1: "node-b", 2: "node-c", 4: "node-d"}, 15.0))
+    assert isinstance(error, StartTimeoutError)
+    assert str(error).startswith(
         "Not all tasks of this job were ready within start_timeout=15 s: Spark runs task 1 on host node-b, task 4 on "
         "host node-d, but without progress. The Python worker is suspended, "
     )
     assert (
         ". Spark does not report where it runs task 3. A task waits for a slot because an executor was lost"
-    ) in str(failed)
+    ) in str(error)
     with_rows = str(failure_of(tasks_not_ready([1], {1: "node-b"}, 15.0, with_rows=True)))
     assert (
         "within start_timeout=15 s after the other tasks had received their rows: Spark runs task 1 on host node-b"
@@ -95,7 +95,7 @@ def test_missing_tasks_are_named_with_the_hosts_that_spark_reports():
     assert "task 9, 2 more. A task waits for a slot" in many
 
 
-class OfAnotherVersion:
+class ObjectOfAnotherVersion:
     def __reduce__(self):
         return getattr, (self.__class__, "field_that_no_longer_exists")
 
@@ -104,15 +104,15 @@ def refuse_to_unpickle():
     raise RuntimeError("Not on this machine.")
 
 
-class ForOneMachine:
+class ObjectOfAnotherMachine:
     def __reduce__(self):
         return refuse_to_unpickle, ()
 
 
 def test_a_result_that_the_driver_cannot_unpickle_is_reported_with_its_rank():
     with pytest.raises(LaunchError, match=r"rank 0: RuntimeError: Not on this machine\. Return plain values"):
-        unpickled([cloudpickle.dumps(ForOneMachine())])
-    contents = [cloudpickle.dumps(3), cloudpickle.dumps(OfAnotherVersion())]
+        unpickled([cloudpickle.dumps(ObjectOfAnotherMachine())])
+    contents = [cloudpickle.dumps(3), cloudpickle.dumps(ObjectOfAnotherVersion())]
     with pytest.raises(LaunchError, match=r"cannot unpickle the result of rank 1: AttributeError: .*no_longer_exists"):
         unpickled(contents)
     assert unpickled(contents[:1] * 2) == [3, 3]

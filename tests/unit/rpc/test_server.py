@@ -25,7 +25,7 @@ from tests.waiting import wait_for
 SECRET = b"k" * 32
 
 
-def await_hang_up(connection: socket.socket) -> None:
+def await_disconnection(connection: socket.socket) -> None:
     connection.settimeout(20.0)
     with contextlib.suppress(ConnectionResetError):
         while connection.recv(4096):
@@ -66,11 +66,11 @@ def test_many_clients_are_served_at_once():
             client.ask(Flush(), soon())
         for client in clients:
             client.close()
-    assert {one.rank for one in recorder.messages if isinstance(one, Output)} == set(range(40))
+    assert {message.rank for message in recorder.messages if isinstance(message, Output)} == set(range(40))
 
 
-def test_five_hundred_idle_strangers_do_not_block_members():
-    with Server(SECRET, Recorder(), name="besieged") as server, ExitStack() as crowd:
+def test_five_hundred_idle_strangers_do_not_block_authenticated_clients():
+    with Server(SECRET, Recorder(), name="the server") as server, ExitStack() as crowd:
         address = ("127.0.0.1", server.port)
         for _ in range(500):
             crowd.enter_context(socket.create_connection(address))
@@ -81,7 +81,7 @@ def test_five_hundred_idle_strangers_do_not_block_members():
                 client.close()
 
 
-def test_two_hundred_members_connect_at_once():
+def test_two_hundred_clients_connect_at_once():
     with Server(SECRET, Recorder()) as server, ThreadPoolExecutor(200) as pool:
         address = ("127.0.0.1", server.port)
         for call in [pool.submit(connect, [address], SECRET, soon()) for _ in range(200)]:
@@ -90,25 +90,25 @@ def test_two_hundred_members_connect_at_once():
             client.close()
 
 
-def test_a_client_that_only_disconnects_is_not_asked_to_retry():
+def test_a_client_does_not_retry_with_a_server_that_closes_the_connection():
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        knocks = []
+        accepted = []
 
-        def hang_up() -> None:
+        def close_connection() -> None:
             connection, _ = listener.accept()
-            knocks.append(1)
+            accepted.append(1)
             connection.close()
 
-        thread = threading.Thread(target=hang_up)
+        thread = threading.Thread(target=close_connection)
         thread.start()
         with pytest.raises(DeadlineExceededError, match="closed the connection instead of proving"):
             connect([listener.getsockname()], SECRET, soon())
         thread.join()
-    assert len(knocks) == 1
+    assert len(accepted) == 1
 
 
-class AnswersLater:
-    """Answers all clients when the last one has asked."""
+class BatchHandler:
+    """Answer all clients when the last one has sent its request."""
 
     def __init__(self, count: int) -> None:
         self._lock = threading.Lock()
@@ -120,13 +120,13 @@ class AnswersLater:
         with self._lock:
             self._waiting.append(answer)
             ready = self._waiting if len(self._waiting) == self._count else []
-        for one in ready:
-            one.set_result(message)
+        for response in ready:
+            response.set_result(message)
         return answer
 
 
 def test_a_response_may_be_sent_later_from_another_thread():
-    with Server(SECRET, AnswersLater(20)) as server, ThreadPoolExecutor(20) as pool:
+    with Server(SECRET, BatchHandler(20)) as server, ThreadPoolExecutor(20) as pool:
 
         def ask(number: int) -> Message:
             client = connect([("127.0.0.1", server.port)], SECRET, soon())
@@ -134,25 +134,25 @@ def test_a_response_may_be_sent_later_from_another_thread():
             client.close()
             return answer
 
-        answers = {one.num_proc for one in pool.map(ask, range(20))}
+        answers = {answer.num_proc for answer in pool.map(ask, range(20))}
     assert len(answers) == 1
 
 
 def test_a_client_is_released_if_its_deferred_response_cannot_be_sent():
-    class TooLong:
+    class OversizedAnswerHandler:
         def handle(self, message: Message) -> Future[Message]:
             answer: Future[Message] = Future()
             answer.set_result(Output(0, "stdout", bytes(MAX_FRAME_BYTES)))
             return answer
 
-    with Server(SECRET, TooLong()) as server:
+    with Server(SECRET, OversizedAnswerHandler()) as server:
         client = connect([("127.0.0.1", server.port)], SECRET, soon())
         with pytest.raises(ConnectionError):
             client.ask(Flush(), soon())
         client.close()
 
 
-OUT_OF_FILES = """
+SERVER_AT_FILE_LIMIT = """
 import logging, os, resource, socket, sys, threading, time
 from sparkhvd.deadline import Deadline
 from sparkhvd.rpc.client import connect
@@ -167,13 +167,13 @@ with Server(SECRET, Recorder(), name="the server") as server:
     spare = [os.dup(0) for _ in range(20)]
     limit = max(map(int, os.listdir("/proc/self/fd"))) + 1
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
-    for one in waiting:
-        one.connect(("127.0.0.1", server.port))
+    for connection in waiting:
+        connection.connect(("127.0.0.1", server.port))
     before = time.process_time()
     time.sleep(1.0)
     print("busy for", time.process_time() - before)
-    for one in spare:
-        os.close(one)
+    for descriptor in spare:
+        os.close(descriptor)
     client = connect([("127.0.0.1", server.port)], SECRET, Deadline.after(20.0))
     print(client.ask(Flush(), Deadline.after(20.0)))
     client.close()
@@ -181,11 +181,13 @@ with Server(SECRET, Recorder(), name="the server") as server:
 
 
 def test_a_server_at_its_file_limit_warns_once_and_waits():
-    done = subprocess.run([sys.executable, "-c", OUT_OF_FILES], capture_output=True, text=True, timeout=60, check=False)
-    assert done.stderr.count("the server cannot accept more connections: this process has reached its limit of") == 1, (
-        done.stderr
+    completed = subprocess.run(
+        [sys.executable, "-c", SERVER_AT_FILE_LIMIT], capture_output=True, text=True, timeout=60, check=False
     )
-    busy, answer = done.stdout.splitlines()
+    assert (
+        completed.stderr.count("the server cannot accept more connections: this process has reached its limit of") == 1
+    ), completed.stderr
+    busy, answer = completed.stdout.splitlines()
     assert float(busy.split()[-1]) < 0.5
     assert answer == "Acknowledged()"
 
@@ -211,14 +213,14 @@ def test_the_error_lists_the_failure_at_every_address():
         connect([("127.0.0.1", stranger.port)], SECRET, soon())
 
 
-def test_strangers_reach_no_handler_and_do_not_block_members():
+def test_strangers_reach_no_handler_and_do_not_block_authenticated_clients():
     recorder = Recorder()
     with Server(SECRET, recorder) as server:
         address = ("127.0.0.1", server.port)
         silent = [socket.create_connection(address) for _ in range(3)]
         with socket.create_connection(address) as loud:
             loud.sendall(b"GET / HTTP/1.1\r\nHost: there\r\n\r\n" + bytes(100))
-            await_hang_up(loud)
+            await_disconnection(loud)
         client = connect([address], SECRET, soon())
         client.ask(Flush(), soon())
         client.close()
@@ -249,7 +251,7 @@ def test_an_invalid_message_closes_its_own_connection_with_one_log_line(caplog):
     assert recorder.messages == [Flush()] * 4
 
 
-IDLE_CONNECTIONS = """
+SERVER_WITH_IDLE_CONNECTIONS = """
 import os, resource
 from sparkhvd.deadline import Deadline
 from sparkhvd.rpc.client import connect
@@ -269,20 +271,20 @@ with Server(SECRET, Recorder()) as server:
 """
 
 
-def test_a_thousand_connections_need_no_threads_and_raise_the_limit_of_files():
-    code = [sys.executable, "-c", IDLE_CONNECTIONS]
-    done = subprocess.run(code, capture_output=True, text=True, timeout=120, check=False)
-    assert int(done.stdout) <= 5, done.stderr  # the main thread, those of the core, and the handler's threads
+def test_a_thousand_connections_need_no_threads_and_raise_the_limit_of_open_files():
+    code = [sys.executable, "-c", SERVER_WITH_IDLE_CONNECTIONS]
+    completed = subprocess.run(code, capture_output=True, text=True, timeout=120, check=False)
+    assert int(completed.stdout) <= 5, completed.stderr  # the main thread and the threads of the core and the handler
 
 
 def test_a_handler_that_raises_ends_only_its_own_connection(caplog):
-    class Fails(Recorder):
+    class FailingHandler(Recorder):
         def handle(self, message: Message) -> Message | None:
             if isinstance(message, Started):
                 raise ZeroDivisionError
             return super().handle(message)
 
-    with Server(SECRET, Fails(), name="the server") as server:
+    with Server(SECRET, FailingHandler(), name="the server") as server:
         address = ("127.0.0.1", server.port)
         other = connect([address], SECRET, soon())
         for _ in range(3):
@@ -295,8 +297,8 @@ def test_a_handler_that_raises_ends_only_its_own_connection(caplog):
     assert caplog.text.count("the server closed a connection, because its message could not be handled") == 3
 
 
-class Holds(Recorder):
-    """Handles ``Started`` messages only once ``go`` is set."""
+class BlockingHandler(Recorder):
+    """Block each ``Started`` message until ``go`` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -311,20 +313,20 @@ class Holds(Recorder):
 
 
 def test_a_slow_message_delays_no_other_connection():
-    handler = Holds()
+    handler = BlockingHandler()
     with Server(SECRET, handler) as server, ThreadPoolExecutor(4) as pool:
         clients = [connect([("127.0.0.1", server.port)], SECRET, soon()) for _ in range(5)]
         slow = [pool.submit(client.ask, Started(number), soon()) for number, client in enumerate(clients[:4])]
         wait_for(lambda: len(handler.messages) == 4)
         assert clients[4].ask(Flush(), soon()) == Acknowledged()
         handler.go.set()
-        assert [one.result() for one in slow] == [Started(number) for number in range(4)]
+        assert [response.result() for response in slow] == [Started(number) for number in range(4)]
         for client in clients:
             client.close()
 
 
 def test_a_client_can_send_while_another_thread_waits_for_a_response():
-    handler = Holds()
+    handler = BlockingHandler()
     with Server(SECRET, handler) as server, ThreadPoolExecutor(2) as pool:
         client = connect([("127.0.0.1", server.port)], SECRET, soon())
         slow = pool.submit(client.ask, Started(1), soon())
@@ -338,7 +340,7 @@ def test_a_client_can_send_while_another_thread_waits_for_a_response():
 
 
 def test_a_response_in_progress_is_sent_when_the_server_closes():
-    handler = Holds()
+    handler = BlockingHandler()
     server = Server(SECRET, handler)
     client = connect([("127.0.0.1", server.port)], SECRET, soon())
     with ThreadPoolExecutor(2) as pool:
@@ -411,7 +413,7 @@ def test_the_server_listens_only_on_the_given_interface():
         socket.create_connection(("127.0.0.2", server.port)).close()
 
 
-class AnswersLate(Recorder):
+class DeferredHandler(Recorder):
     def __init__(self) -> None:
         super().__init__()
         self.answer: Future[Message] = Future()
@@ -425,8 +427,8 @@ class AnswersLate(Recorder):
 def test_a_silent_task_is_lost_unless_it_waits_for_a_response(rank, monkeypatch):
     monkeypatch.setattr("sparkhvd.rpc.server.SILENT_SECONDS", 0.3)
     lost: queue.SimpleQueue[tuple[TaskStatus, OSError]] = queue.SimpleQueue()
-    handler, asking, silent = AnswersLate(), TaskStatus(0, rank, "here", 0), TaskStatus(1, rank, "here", 1)
-    with Server(SECRET, handler, on_lost=lambda *what: lost.put(what)) as server, ThreadPoolExecutor() as pool:
+    handler, asking, silent = DeferredHandler(), TaskStatus(0, rank, "here", 0), TaskStatus(1, rank, "here", 1)
+    with Server(SECRET, handler, on_lost=lambda *loss: lost.put(loss)) as server, ThreadPoolExecutor() as pool:
         clients = [connect([("127.0.0.1", server.port)], SECRET, soon()) for _ in range(2)]
         clients[0].send(asking, soon())
         answer = pool.submit(clients[0].ask, Flush(), soon())

@@ -34,7 +34,9 @@ def test_ranks_that_share_a_device_each_see_their_own():
 def test_containers_with_separate_gpu_indices_count_as_separate_hosts():
     """In YARN containers, each task sees only its own GPUs, numbered from 0."""
     tasks = [("one", ("0",)), ("two", ("0",)), ("one", ("1",)), ("two", ("1",))]
-    assigned = assign([TaskOffer(i, "a", "node", "", devices, container=one) for i, (one, devices) in enumerate(tasks)])
+    assigned = assign(
+        [TaskOffer(i, "a", "node", "", devices, container=container) for i, (container, devices) in enumerate(tasks)]
+    )
     assert [slot.offer.container for slot in assigned] == ["one", "one", "two", "two"]
     assert [(slot.world.rank, slot.world.local_rank, slot.world.local_size) for slot in assigned] == [
         (0, 0, 2),
@@ -103,18 +105,18 @@ def test_ranks_with_the_same_gpu_are_reported():
 def test_the_map_names_gpu_models_that_differ_between_hosts():
     h100, l4, unknown = "GPU (NVIDIA H100)", "GPU (NVIDIA L4)", "GPU"
 
-    def of(*kinds):
+    def map_of(*kinds):
         return device_map(assign([TaskOffer(i, str(i), f"node-{i}", "", (), kind) for i, kind in enumerate(kinds)]))
 
-    assert of(h100, l4, h100) == (
+    assert map_of(h100, l4, h100) == (
         "The ranks have different GPUs: GPU (NVIDIA H100) on host node-2; GPU (NVIDIA L4) on host node-1. "
         "Every step waits for the slowest one."
     )
-    assert of(h100, unknown, h100) == of(l4, l4) == of(unknown) == ""
+    assert map_of(h100, unknown, h100) == map_of(l4, l4) == map_of(unknown) == ""
 
 
 @pytest.fixture
-def driver(tmp_path):
+def driver_files(tmp_path):
     """Write files like those in which NVIDIA's driver describes three GPUs."""
     for number, model in enumerate(("NVIDIA H100", "NVIDIA H100", "NVIDIA L4")):
         folder = tmp_path / f"0000:{number}5:00.0"
@@ -123,11 +125,11 @@ def driver(tmp_path):
     return tmp_path
 
 
-def test_the_device_kind_lists_the_models_that_nvidias_driver_reports(driver):
+def test_the_device_kind_lists_the_models_that_nvidias_driver_reports(driver_files):
     all_models = "GPU (NVIDIA H100, NVIDIA L4)"
-    assert device_kind((), None, driver) == device_kind(("7",), None, driver) == all_models
-    assert device_kind((), "", driver) == device_kind((), "-1", driver) == ""
-    missing = driver / "missing"
+    assert device_kind((), None, driver_files) == device_kind(("7",), None, driver_files) == all_models
+    assert device_kind((), "", driver_files) == device_kind((), "-1", driver_files) == ""
+    missing = driver_files / "missing"
     assert device_kind((), None, missing) == ""
     assert device_kind(("0",), None, missing) == "GPU"
 
@@ -142,8 +144,8 @@ def test_the_device_kind_lists_the_models_that_nvidias_driver_reports(driver):
         ((), "1,2", "NVIDIA H100, NVIDIA L4"),
     ],
 )
-def test_the_device_kind_considers_only_assigned_or_visible_gpus(assigned, visible, model, driver):
-    assert device_kind(assigned, visible, driver) == f"GPU ({model})"
+def test_the_device_kind_considers_only_assigned_or_visible_gpus(assigned, visible, model, driver_files):
+    assert device_kind(assigned, visible, driver_files) == f"GPU ({model})"
 
 
 def test_ranks_with_and_without_gpus_are_refused_unless_the_job_assigns_devices():

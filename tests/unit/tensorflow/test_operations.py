@@ -25,10 +25,10 @@ def reduce_every_dtype():
     for name in DTYPES:
         for shape in [(), (0,), (5,), (3, 4)]:
             mine = tf.cast(tf.fill(shape, hvd.rank() + 1), name)
-            for op, want in [(hvd.Sum, 3), (hvd.Min, 1), (hvd.Max, 2), (hvd.Product, 2)]:
+            for op, expected in [(hvd.Sum, 3), (hvd.Min, 1), (hvd.Max, 2), (hvd.Product, 2)]:
                 result = hvd.allreduce(mine, op=op)
                 assert result.dtype == mine.dtype
-                assert np.array_equal(result.numpy(), np.full(shape, want).astype(result.numpy().dtype)), (name, op)
+                assert np.array_equal(result.numpy(), np.full(shape, expected).astype(result.numpy().dtype)), (name, op)
             assert np.array_equal(mine.numpy(), np.full(shape, hvd.rank() + 1).astype(mine.numpy().dtype))
     assert hvd.allreduce(tf.constant([True, False]), op=hvd.Max).numpy().tolist() == [True, False]
 
@@ -101,10 +101,10 @@ def move_rows():
 def move_in_groups():
     rank = hvd.rank()
     both = lambda t: hvd.grouped_allgather([t, tf.cast(t, tf.float32)[:rank]])  # noqa: E731
-    for found in (both(tf.range(2)), graph(both)(tf.range(2))):
-        assert [each.numpy().tolist() for each in found] == [[0, 1, 0, 1], [0.0]]
+    for results in (both(tf.range(2)), graph(both)(tf.range(2))):
+        assert [result.numpy().tolist() for result in results] == [[0, 1, 0, 1], [0.0]]
     parts = hvd.grouped_reducescatter([tf.range(2), tf.fill([2, 1], 4.0)], op=hvd.Max, name="parts")
-    assert [each.numpy().tolist() for each in parts] == [[rank], [[4.0]]]
+    assert [part.numpy().tolist() for part in parts] == [[rank], [[4.0]]]
 
 
 def use_process_sets_and_join():
@@ -166,40 +166,40 @@ def differentiate(in_graph):
     assert run(lambda t: hvd.reducescatter(t, op=hvd.Sum)).numpy().tolist() == [2.0, 4.0, 4.0]
     exchanged = run(lambda t: hvd.alltoall(t, [1, 2])[0]).numpy().tolist()
     assert exchanged == ([1.0, 2.0, 4.0] if hvd.rank() == 0 else [2.0, 6.0, 8.0])
-    own = {"prescale_factor": factor, "postscale_factor": 3.0}  # each rank's rows have their own weight
-    weighted = run(lambda t: hvd.allreduce(t, op=hvd.Sum, **own)).numpy()
+    factors = {"prescale_factor": factor, "postscale_factor": 3.0}  # every rank scales its rows differently
+    weighted = run(lambda t: hvd.allreduce(t, op=hvd.Sum, **factors)).numpy()
     assert (weighted / factor).tolist() == [9.0, 18.0, 27.0]
-    weighted = run(lambda t: hvd.reducescatter(t, **own)).numpy()
+    weighted = run(lambda t: hvd.reducescatter(t, **factors)).numpy()
     assert (weighted / factor).tolist() == [3.0, 6.0, 6.0]
 
 
 def differentiate_twice(in_graph):
     """Compute gradients of gradients through the collectives."""
-    own = tf.constant([1.0 + hvd.rank(), 2.0])
+    values = tf.constant([1.0 + hvd.rank(), 2.0])
     total = np.array([3.0, 4.0])
 
-    def second(operation):
+    def second_derivative(operation):
         with tf.GradientTape() as outer:
-            outer.watch(own)
+            outer.watch(values)
             with tf.GradientTape() as inner:
-                inner.watch(own)
-                loss = tf.reduce_sum(operation(own) ** 3)
-            penalty = tf.reduce_sum(inner.gradient(loss, own))
-        return outer.gradient(penalty, own)
+                inner.watch(values)
+                loss = tf.reduce_sum(operation(values) ** 3)
+            penalty = tf.reduce_sum(inner.gradient(loss, values))
+        return outer.gradient(penalty, values)
 
-    run = graph(second) if in_graph else second
+    run = graph(second_derivative) if in_graph else second_derivative
     np.testing.assert_allclose(run(lambda t: hvd.allreduce(t, op=hvd.Sum)), 4 * 6 * total)
     np.testing.assert_allclose(run(hvd.allreduce), 6 * total / 2)
     np.testing.assert_allclose(run(lambda t: hvd.allreduce(t, op=hvd.Sum, postscale_factor=0.5)), 3 * total)
-    np.testing.assert_allclose(run(lambda t: hvd.allgather(t, name="rows")), 3 * own)
+    np.testing.assert_allclose(run(lambda t: hvd.allgather(t, name="rows")), 3 * values)
 
 
 def combine_captured_tensors():
     """Capture eager tensors in a graph: each process numbers its tensors, so the numbers may differ between ranks."""
     for _ in range(5 * hvd.rank()):
         tf.constant(1.0)
-    own = tf.constant([1.0 + hvd.rank()])
-    combined = graph(lambda: [hvd.allreduce(own, op=hvd.Sum), hvd.allgather(own), hvd.broadcast(own, 1)])()
+    value = tf.constant([1.0 + hvd.rank()])
+    combined = graph(lambda: [hvd.allreduce(value, op=hvd.Sum), hvd.allgather(value), hvd.broadcast(value, 1)])()
     assert [tensor.numpy().tolist() for tensor in combined] == [[3.0], [1.0, 2.0], [2.0]]
 
 
@@ -241,9 +241,9 @@ def reduce_slices():
         with tf.GradientTape(persistent=True) as tape:
             rows = tf.IndexedSlices(sparse * 1.0, tf.constant([0, 2]), tf.constant([4, 3]))
             reduced = tf.convert_to_tensor(hvd.allreduce(rows, op=op)) * float(rank + 1)
-            wanted = hvd.allreduce(dense, op=op) * float(rank + 1)
-        ours, theirs = tape.gradient(reduced, sparse), tape.gradient(wanted, dense)
-        gradients.append(bool(tf.reduce_all(tf.equal(ours, tf.gather(theirs, [0, 2])))))
+            dense_result = hvd.allreduce(dense, op=op) * float(rank + 1)
+        sparse_gradient, dense_gradient = tape.gradient(reduced, sparse), tape.gradient(dense_result, dense)
+        gradients.append(bool(tf.reduce_all(tf.equal(sparse_gradient, tf.gather(dense_gradient, [0, 2])))))
     assert gradients == [True, True], gradients
     counts = tf.IndexedSlices(tf.constant([[7], [-7]]), tf.constant([rank, 2]), tf.constant([4, 1]))
     assert hvd.allreduce(counts).values[:, 0].numpy().tolist() == [3.5, -3.5, 3.5, -3.5]
@@ -273,10 +273,10 @@ def average_integer_slices(in_graph):
             group = hvd.grouped_allreduce([dense, slices, slices], name=f"group.{dtype.name}")
             scaled = hvd.allreduce(slices, prescale_factor=0.5, postscale_factor=2.0, name=f"scaled.{dtype.name}")
             assert group[0].dtype == tf.float32
-            return [tf.convert_to_tensor(each) for each in (alone, *group[1:], scaled)]
+            return [tf.convert_to_tensor(result) for result in (alone, *group[1:], scaled)]
 
         results = (graph(reduce) if in_graph else reduce)()
-        means_by_dtype[dtype.name] = [(each.dtype.name, each.numpy()[:, 0].tolist()) for each in results]
+        means_by_dtype[dtype.name] = [(result.dtype.name, result.numpy()[:, 0].tolist()) for result in results]
     total = hvd.allreduce(tf.IndexedSlices(tf.constant([[3]]), tf.constant([0])), op=hvd.Sum, name="total")
     assert total.dtype == tf.int32
     return means_by_dtype
@@ -294,8 +294,8 @@ def train_with_tape(in_graph, sparse_as_dense):
 
         def step():
             with tf.GradientTape() as tape:
-                found = tf.matmul(tf.gather(table, ids[rows]), weights) + tf.gather(shifts, ids[rows])
-                loss = tf.reduce_mean((found - targets[rows]) ** 2)
+                outputs = tf.matmul(tf.gather(table, ids[rows]), weights) + tf.gather(shifts, ids[rows])
+                loss = tf.reduce_mean((outputs - targets[rows]) ** 2)
             gradients = wrap(tape).gradient(loss, [table, weights, shifts])
             for variable, gradient in zip([table, weights, shifts], gradients, strict=True):
                 variable.assign_sub(0.5 * tf.convert_to_tensor(gradient))
@@ -308,50 +308,52 @@ def train_with_tape(in_graph, sparse_as_dense):
     wrap = lambda tape: hvd.DistributedGradientTape(tape, sparse_as_dense=sparse_as_dense)  # noqa: E731
     alone = trained(slice(None), lambda tape: tape)
     together = trained(slice(hvd.rank() * 8, hvd.rank() * 8 + 8), wrap)
-    for one, other in zip(alone, together, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    for expected, result in zip(alone, together, strict=True):
+        np.testing.assert_allclose(expected, result, rtol=1e-5, atol=1e-6)
 
 
 def keep_gradients_of_local_layers(in_graph):
     import keras  # noqa: PLC0415  (the ranks have no sources, and most of them need no Keras)
 
-    own = keras.layers.Dense(1, use_bias=False)
-    own.build((None, 1))
+    local_layer = keras.layers.Dense(1, use_bias=False)
+    local_layer.build((None, 1))
     table, alone, shared = (tf.Variable([[1.0], [1.0]]) for _ in range(3))
-    sources = [own.trainable_weights[0], table, alone, shared]
+    sources = [local_layer.trainable_weights[0], table, alone, shared]
 
     def gradients(wrap):
         with tf.GradientTape(persistent=True) as tape:
-            each = [tf.reduce_sum(own(tf.ones([1, 1]))), tf.reduce_sum(tf.gather(table, [1]))]
-            loss = (tf.add_n(each) + tf.reduce_sum(alone) + tf.reduce_sum(shared)) * (hvd.rank() + 1.0)
+            terms = [tf.reduce_sum(local_layer(tf.ones([1, 1]))), tf.reduce_sum(tf.gather(table, [1]))]
+            loss = (tf.add_n(terms) + tf.reduce_sum(alone) + tf.reduce_sum(shared)) * (hvd.rank() + 1.0)
         tape = wrap(tape)
         tape.register_local_source(table)
         tape.register_local_source(alone)
         gradients_of_tape = tape.gradient(loss, sources)
         for_local, for_all = tape.get_local_and_global_gradients(loss, sources, use_generic_names=True)
-        assert [source is wanted for (source, _), wanted in zip(for_local + for_all, sources, strict=True)] == [
+        assert [source is expected for (source, _), expected in zip(for_local + for_all, sources, strict=True)] == [
             True
         ] * 4
         assert [len(for_local), len(for_all)] == [3, 1]
-        sums = [tf.reduce_sum(tf.convert_to_tensor(each)) for each in gradients_of_tape]
-        for total, (_, each) in zip(sums, for_local + for_all, strict=True):
-            tf.debugging.assert_equal(total, tf.reduce_sum(tf.convert_to_tensor(each)))
+        sums = [tf.reduce_sum(tf.convert_to_tensor(gradient)) for gradient in gradients_of_tape]
+        for total, (_, gradient) in zip(sums, for_local + for_all, strict=True):
+            tf.debugging.assert_equal(total, tf.reduce_sum(tf.convert_to_tensor(gradient)))
         return sums
 
     def both():
-        scaled = gradients(lambda tape: hvd.PartialDistributedGradientTape(tape, local_layers=own))
+        scaled = gradients(lambda tape: hvd.PartialDistributedGradientTape(tape, local_layers=local_layer))
         whole = gradients(
-            lambda tape: hvd.PartialDistributedGradientTape(tape, local_layers=[own], scale_local_gradients=False)
+            lambda tape: hvd.PartialDistributedGradientTape(
+                tape, local_layers=[local_layer], scale_local_gradients=False
+            )
         )
         return scaled, whole
 
     mine = hvd.rank() + 1.0
     scaled, whole = (graph(both) if in_graph else both)()
-    assert [float(each) for each in scaled] == [mine / 2, mine / 2, mine, 3.0]
-    assert [float(each) for each in whole] == [mine, mine, 2 * mine, 3.0]
+    assert [float(total) for total in scaled] == [mine / 2, mine / 2, mine, 3.0]
+    assert [float(total) for total in whole] == [mine, mine, 2 * mine, 3.0]
 
 
-def spread_state():
+def broadcast_and_gather_objects():
     variable = tf.Variable([float(hvd.rank())])
     hvd.broadcast_variables([variable], root_rank=1)
     assert variable.numpy().tolist() == [1.0]
@@ -363,12 +365,12 @@ def spread_state():
     hvd.broadcast_variables([variable], root_rank=hvd.rank(), process_set=alone)
     assert hvd.broadcast_object(hvd.rank(), hvd.rank(), process_set=alone) == hvd.rank()
     assert hvd.allgather_object(hvd.rank(), process_set=alone) == [hvd.rank()]
-    for each in sets:
-        hvd.remove_process_set(each)
+    for process_set in sets:
+        hvd.remove_process_set(process_set)
 
 
 def broadcast_every_dtype():
-    """Variables keep values of every dtype, as a state returns to them after its ranks change."""
+    """Broadcast variables of every dtype, and restore them from a state."""
     dtypes = (tf.uint32, tf.uint64, tf.complex64, tf.complex128, tf.bfloat16, tf.bool, tf.int64)
     for shape in ((), (2, 3), (0, 3)):
         variables = [tf.Variable(tf.cast(tf.fill(shape, hvd.rank() + 1), dtype)) for dtype in dtypes]
@@ -379,7 +381,7 @@ def broadcast_every_dtype():
         state = hvd.elastic.TensorFlowState(variables)
         for variable in variables:
             variable.assign(tf.cast(tf.fill(shape, hvd.rank()), variable.dtype))
-        graph(lambda given=variables: hvd.broadcast_variables(given))()
+        graph(lambda variables=variables: hvd.broadcast_variables(variables))()
         assert not any(np.any(variable.numpy()) for variable in variables)
         state.restore()
         assert all(np.all(variable.numpy()) for variable in variables)
@@ -441,33 +443,33 @@ def test_a_graph_combines_tensors_of_layers_if_one_rank_has_created_more_layers(
     group.run(combine_tensors_of_layers)
 
 
-def test_a_rank_without_a_gradient_does_not_shift_the_others(group):
+def test_a_missing_gradient_on_one_rank_does_not_mix_up_the_others(group):
     group.run(combine_with_a_missing_gradient)
 
 
-def test_slices_are_gathered_and_add_up(group):
+def test_indexed_slices_are_gathered_and_summed(group):
     group.run(reduce_slices)
 
 
-def test_scales_have_the_precision_of_the_values(group):
+def test_scale_factors_have_the_precision_of_the_values(group):
     assert group.run(scale_in_double_precision) == [([0.1], [0.1, 0.1])] * 2
 
 
 @pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
-def test_the_mean_of_integer_slices_is_not_truncated(group, in_graph):
+def test_the_mean_of_indexed_slices_with_integers_is_not_truncated(group, in_graph):
     quotients = {"uint8": "float32", "int8": "float32", "int32": "float64", "int64": "float64"}
-    wanted = {dtype: [(real, [0.0, 3.5])] * 4 for dtype, real in quotients.items()}
-    assert group.run(average_integer_slices, in_graph) == [wanted, wanted]
+    expected = {dtype: [(real, [0.0, 3.5])] * 4 for dtype, real in quotients.items()}
+    assert group.run(average_integer_slices, in_graph) == [expected, expected]
 
 
 @pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
 @pytest.mark.parametrize("sparse_as_dense", [False, True], ids=["sparse", "dense"])
-def test_a_distributed_tape_makes_ranks_one_big_batch(group, in_graph, sparse_as_dense):
+def test_ranks_with_a_distributed_tape_train_like_one_big_batch(group, in_graph, sparse_as_dense):
     group.run(train_with_tape, in_graph, sparse_as_dense)
 
 
 def test_variables_and_objects_are_broadcast(group):
-    group.run(spread_state)
+    group.run(broadcast_and_gather_objects)
     group.run(broadcast_every_dtype)
 
 

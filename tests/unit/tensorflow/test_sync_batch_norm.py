@@ -15,7 +15,7 @@ def three_ranks():
         yield started
 
 
-KINDS = {
+VARIANTS = {
     "plain": ({}, False),
     "masked": ({}, True),
     "channels first": ({"axis": 1, "scale": False}, False),
@@ -32,7 +32,7 @@ def rows(channels_first=False):
     return (images.transpose(0, 3, 1, 2) if channels_first else images), targets, included
 
 
-def own_rows(uneven):
+def rows_of_rank(uneven):
     """Return the rows of a rank: rank 0 has one row or none, the last rank has the most."""
     size, rank = hvd.size(), hvd.rank()
     starts = {(2, 1): [0, 1, 9], (3, 1): [0, 1, 3, 9], (2, 0): [0, 0, 9], (3, 0): [0, 0, 4, 9]}[size, uneven]
@@ -52,12 +52,12 @@ class Network(keras.Model):
         self.masked = masked
 
     def build(self, images_shape, included_shape):
-        pass  # by the first call
+        pass  # the first call builds the layers
 
     def call(self, images, included, training=True):
-        found = self.before(images)
-        found = self.normal(found, training=training, mask=included if self.masked else None)
-        return self.after(tf.reshape(tf.square(found) + found, [-1, 24]))
+        outputs = self.before(images)
+        outputs = self.normal(outputs, training=training, mask=included if self.masked else None)
+        return self.after(tf.reshape(tf.square(outputs) + outputs, [-1, 24]))
 
 
 def trained(layer, mine, wrap, masked, in_graph):
@@ -79,18 +79,24 @@ def trained(layer, mine, wrap, masked, in_graph):
     return network
 
 
-def compare(uneven, kind, in_graph):
-    """Compare all ranks with our layer with one process that has Keras' layer and all rows."""
-    options, masked = {"dtype": "float64"} | KINDS[kind][0], KINDS[kind][1]
-    exact = 1e-5 if masked else 1e-8  # Keras adds 1e-7 to the number of unmasked rows
+def compare(uneven, variant, in_graph):
+    """Compare all ranks, which use our layer, with one process that has all rows and uses Keras' layer."""
+    options, masked = {"dtype": "float64"} | VARIANTS[variant][0], VARIANTS[variant][1]
+    tolerance = 1e-5 if masked else 1e-8  # Keras adds 1e-7 to the number of unmasked rows
     start = Network(keras.layers.BatchNormalization(**options), masked)
     alone = trained(keras.layers.BatchNormalization(**options), slice(None), lambda tape: tape, masked, in_graph)
     sums = lambda tape: hvd.DistributedGradientTape(tape, op=hvd.Sum)  # noqa: E731
-    together = trained(hvd.SyncBatchNormalization(**options), own_rows(uneven), sums, masked, in_graph)
+    together = trained(hvd.SyncBatchNormalization(**options), rows_of_rank(uneven), sums, masked, in_graph)
     start(rows(options.get("axis") == 1)[0][:1], rows()[2][:1], training=False)
-    for before, one, other in zip(start.get_weights(), alone.get_weights(), together.get_weights(), strict=True):
-        assert np.isfinite(one).all()
-        assert np.linalg.norm(one - other) <= exact * np.linalg.norm(one - before) + 1e-10, (before, one, other)
+    for initial, weights, synchronized in zip(
+        start.get_weights(), alone.get_weights(), together.get_weights(), strict=True
+    ):
+        assert np.isfinite(weights).all()
+        assert np.linalg.norm(weights - synchronized) <= tolerance * np.linalg.norm(weights - initial) + 1e-10, (
+            initial,
+            weights,
+            synchronized,
+        )
     assert np.linalg.norm(alone.normal.moving_mean) > 1, "the statistics must have changed"
     statistics = [variable.numpy().tobytes() for variable in together.normal.non_trainable_variables]
     assert hvd.allgather_object(statistics) == [statistics] * hvd.size(), "ranks have bitwise equal statistics"
@@ -106,8 +112,8 @@ def normalize_in_half_precision():
         loss = tf.reduce_sum(tf.cast(normalized, tf.float32) * [[1.0], [2.0]])
     assert (normalized.dtype, layer.moving_variance.dtype, layer.gamma.dtype) == (tf.float16, "float32", "float32")
     everything = np.concatenate([np.array([900.0, 1100.0]) + 100.0 * rank for rank in range(hvd.size())])
-    wanted = (values.numpy().astype(np.float64).ravel() - everything.mean()) / np.sqrt(everything.var() + 1e-3)
-    np.testing.assert_allclose(normalized.numpy().ravel(), wanted, rtol=2e-3, atol=2e-3)
+    expected = (values.numpy().astype(np.float64).ravel() - everything.mean()) / np.sqrt(everything.var() + 1e-3)
+    np.testing.assert_allclose(normalized.numpy().ravel(), expected, rtol=2e-3, atol=2e-3)
     np.testing.assert_allclose(layer.moving_variance.numpy(), 0.99 + 0.01 * everything.var(), rtol=1e-5)
     assert np.isfinite(tape.gradient(loss, values).numpy()).all()
 
@@ -120,20 +126,20 @@ def penalize_gradients(in_graph, masked):
     factors = tf.constant(random.normal(size=(7, 2)))
     part = slice(0, 3) if hvd.rank() == 0 else slice(3, 7)
 
-    def second(layer, rows):
-        own = tf.constant(values[rows])
+    def second_derivative(layer, rows):
+        rank_values = tf.constant(values[rows])
         with tf.GradientTape() as outer:
-            outer.watch(own)
+            outer.watch(rank_values)
             with tf.GradientTape() as inner:
-                inner.watch(own)
-                normalized = layer(own, training=True, mask=mask[rows] if masked else None)
+                inner.watch(rank_values)
+                normalized = layer(rank_values, training=True, mask=mask[rows] if masked else None)
                 loss = tf.reduce_sum(normalized**2 * factors[rows])
-            penalty = tf.reduce_sum(tf.square(inner.gradient(loss, own)))
-        return outer.gradient(penalty, own)
+            penalty = tf.reduce_sum(tf.square(inner.gradient(loss, rank_values)))
+        return outer.gradient(penalty, rank_values)
 
     def run(layer, rows):
         layer.build([None, 2])
-        step = lambda: second(layer, rows)  # noqa: E731
+        step = lambda: second_derivative(layer, rows)  # noqa: E731
         return (tf.function(step, autograph=False) if in_graph else step)().numpy()
 
     alone = run(keras.layers.BatchNormalization(dtype="float64"), slice(None))
@@ -152,18 +158,20 @@ def call_a_layer_in_inference_mode_on_one_rank():
 
 
 def normalize_by_a_process_set():
-    """Use a process set with only rank 1, whose result equals that of Keras' layer."""
+    """Normalize with a process set of only rank 1; the result equals that of Keras' layer."""
     alone = hvd.add_process_set([1])
     if hvd.rank() == 1:
-        layer, own = hvd.SyncBatchNormalization(process_set=alone), keras.layers.BatchNormalization()
+        sync_layer = hvd.SyncBatchNormalization(process_set=alone)
         values = tf.constant([[1.0], [4.0]])
-        for each in (layer, own):
+        results = []
+        for layer in (sync_layer, keras.layers.BatchNormalization()):
             with tf.GradientTape() as tape:
                 tape.watch(values)
-                loss = tf.reduce_sum(each(values, training=True) ** 3)
-            each.found = [each.moving_mean.numpy(), each.moving_variance.numpy(), tape.gradient(loss, values).numpy()]
-        for one, other in zip(layer.found, own.found, strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-4)
+                loss = tf.reduce_sum(layer(values, training=True) ** 3)
+            gradient = tape.gradient(loss, values).numpy()
+            results.append([layer.moving_mean.numpy(), layer.moving_variance.numpy(), gradient])
+        for result, expected in zip(*results, strict=True):
+            np.testing.assert_allclose(result, expected, rtol=1e-4)
     hvd.remove_process_set(alone)
 
 
@@ -176,7 +184,7 @@ def refuse_no_rows_at_all():
 
 
 @pytest.mark.parametrize(
-    ("kind", "uneven", "in_graph"),
+    ("variant", "uneven", "in_graph"),
     [
         ("plain", True, False),
         ("plain", False, True),
@@ -185,12 +193,12 @@ def refuse_no_rows_at_all():
         ("renormalized", True, True),
     ],
 )
-def test_two_ranks_are_one_big_batch(group, kind, uneven, in_graph):
-    group.run(compare, uneven, kind, in_graph)
+def test_two_ranks_normalize_like_one_big_batch(group, variant, uneven, in_graph):
+    group.run(compare, uneven, variant, in_graph)
 
 
 @pytest.mark.parametrize("uneven", [True, False], ids=["uneven rows", "a rank without rows"])
-def test_three_ranks_are_one_big_batch(three_ranks, uneven):
+def test_three_ranks_normalize_like_one_big_batch(three_ranks, uneven):
     three_ranks.run(compare, uneven, "plain", False)
 
 
@@ -207,7 +215,7 @@ def test_a_layer_in_inference_mode_does_not_communicate(group):
     group.run(call_a_layer_in_inference_mode_on_one_rank)
 
 
-def test_a_process_set_is_normalized_by_its_own_rows(group):
+def test_a_process_set_normalizes_by_its_own_rows(group):
     group.run(normalize_by_a_process_set)
 
 
@@ -220,9 +228,9 @@ def test_a_saved_model_has_the_layer_with_its_settings_and_statistics(tmp_path):
     model = keras.Sequential(layers)
     model.get_layer("normal").moving_mean.assign([1.0, 2.0, 3.0])
     model.save(tmp_path / "model.keras")
-    again = keras.saving.load_model(tmp_path / "model.keras")
-    layer = again.get_layer("normal")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    layer = loaded.get_layer("normal")
     assert type(layer) is hvd.SyncBatchNormalization
     assert layer.momentum == 0.7
     rows = np.ones((2, 3), np.float32)
-    np.testing.assert_array_equal(again.predict(rows, verbose=0), model.predict(rows, verbose=0))
+    np.testing.assert_array_equal(loaded.predict(rows, verbose=0), model.predict(rows, verbose=0))

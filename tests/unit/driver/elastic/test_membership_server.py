@@ -31,11 +31,11 @@ def _restored_environment() -> Iterator[None]:
     os.environ.update(before)
 
 
-def readers() -> int:
+def reader_threads() -> int:
     return sum(thread.name == "sparkhvd-elastic-reports" for thread in threading.enumerate())
 
 
-def test_a_forgotten_worker_costs_no_thread_and_its_reports_are_ignored():
+def test_a_forgotten_worker_needs_no_thread_and_its_reports_are_ignored():
     inbox: queue.SimpleQueue = queue.SimpleQueue()
     server = MembershipServer(b"secret", inbox)
     address = server.address
@@ -51,17 +51,17 @@ def test_a_forgotten_worker_costs_no_thread_and_its_reports_are_ignored():
             if worker < 19:
                 server.forget(worker)
                 server.forget(worker)  # a second call does nothing
-        assert readers() == 1
+        assert reader_threads() == 1
         report(3, 1, SYNCED)
         report(3, 2, SYNCED)
         report(19, 1, SYNCED)
         assert inbox.get(timeout=10) == Reported(19, Report(SYNCED, 0))
         assert inbox.empty()
     server.close()
-    assert readers() == 0
+    assert reader_threads() == 0
 
 
-def test_ranks_whose_training_has_ended_are_not_asked_to_leave():
+def test_ranks_whose_training_has_ended_are_not_notified():
     inbox: queue.SimpleQueue = queue.SimpleQueue()
     server = MembershipServer(b"secret", inbox)
     server.listen_to(0)
@@ -85,12 +85,12 @@ def test_the_server_knows_the_ranks_that_a_rank_of_the_current_generation_could_
     server.close()
 
 
-def own_assignment(generation: int, size: int, port: int) -> Assignment:
+def assignment_of_rank_0(generation: int, size: int, port: int) -> Assignment:
     return Assignment(generation, World(0, size, 0, size), port, "", "127.0.0.1")
 
 
 def peer(server: MembershipServer, generation: int, port: int) -> Communicator:
-    """Connect as rank 1 of 2."""
+    """Connect to a generation as rank 1 of 2."""
     context = LaunchContext(
         World(1, 2, 1, 2), (("127.0.0.1", port),), token_of(server.address.token, generation), "", "127.0.0.1"
     )
@@ -108,7 +108,7 @@ def test_a_loss_that_the_driver_reports_ends_only_the_collectives_of_its_generat
     def connect(generation: int) -> None:
         assert inbox.get(timeout=30) == Reported(0, Report(WAITING, generation - 1))
         port = server.open_rendezvous(generation)
-        server.assign(0, generation - 1, own_assignment(generation, 2, port))
+        server.assign(0, generation - 1, assignment_of_rank_0(generation, 2, port))
         peers.append(peer(server, generation, port))
 
     try:
@@ -126,34 +126,34 @@ def test_a_loss_that_the_driver_reports_ends_only_the_collectives_of_its_generat
                 session.shutdown()
                 peers.pop().close()
         server.report_loss(1, "Rank 1 of the first generation is lost again.")
-        theirs = peers[0].allreduce_async(np.ones(1), name="step")
-        assert session.current().allreduce(np.ones(1), name="step") == theirs.wait(30) == 1
+        peer_operation = peers[0].allreduce_async(np.ones(1), name="step")
+        assert session.current().allreduce(np.ones(1), name="step") == peer_operation.wait(30) == 1
     finally:
         session.shutdown()
-        for one in peers:
-            one.close()
+        for communicator in peers:
+            communicator.close()
         session.set_launch_context(LaunchContext())
         server.close()
 
 
 @pytest.mark.usefixtures("_restored_environment")
-def test_two_hundred_generations_leave_no_more_keys_than_one():
+def test_two_hundred_generations_leave_as_few_keys_as_one():
     inbox: queue.SimpleQueue = queue.SimpleQueue()
     server = MembershipServer(b"secret", inbox)
-    kept = Membership(LaunchContext(membership=replace(server.address, worker=0)))
+    survivor = Membership(LaunchContext(membership=replace(server.address, worker=0)))
     server.listen_to(0)
     counts = []
 
-    def live(generations: int) -> None:
+    def run_generations(generations: int) -> None:
         for _ in range(generations):
-            kept.next_generation()
-            kept.synced()
+            survivor.next_generation()
+            survivor.synced()
 
     for generations in (1, 200):
-        thread = threading.Thread(target=live, args=(generations,))
+        thread = threading.Thread(target=run_generations, args=(generations,))
         thread.start()
         for _ in range(generations):
-            before = kept.generation
+            before = survivor.generation
             assert inbox.get(timeout=30).report.kind == WAITING
             lost = 1 + before  # a worker that is new in every generation
             server.listen_to(lost)
@@ -162,14 +162,14 @@ def test_two_hundred_generations_leave_no_more_keys_than_one():
             assert inbox.get(timeout=30) == Reported(lost, Report(WAITING, 0))
             generation = before + 1
             port = server.open_rendezvous(generation)
-            for worker, left in ((0, before), (lost, 0)):
-                server.assign(worker, left, own_assignment(generation, 1, port))
+            for worker, previous_generation in ((0, before), (lost, 0)):
+                server.assign(worker, previous_generation, assignment_of_rank_0(generation, 1, port))
             assert inbox.get(timeout=30) == Reported(0, Report(SYNCED, generation))
             server.notify(generation)
             server.report_loss(generation, "why")
             server.forget(lost)
         thread.join()
         counts.append(server._server.erase(""))
-    kept.close()
+    survivor.close()
     server.close()
-    assert counts[0] == counts[1] == 4, "the assignment, a report, the notice and the loss of the last generation"
+    assert counts[0] == counts[1] == 4, "the assignment, a report, the notification and the loss of the last generation"

@@ -69,7 +69,7 @@ def test_a_broken_generation_is_complete_when_no_survivor_is_still_arriving():
     assert roster.view(3.0).gathered_since == 3.0
 
 
-def test_the_loss_of_a_worker_that_is_not_a_member_breaks_nothing():
+def test_the_loss_of_a_worker_that_is_not_a_member_does_not_break_the_generation():
     roster = roster_of(1)
     roster.started(5, "a", 1.0)
     roster.lost(5, "did not start", 2.0)
@@ -85,7 +85,7 @@ def test_a_failing_host_cools_down_longer_each_time_and_recovers():
         assert roster.view(at + seconds).cooling == frozenset()
 
 
-def test_a_failure_that_takes_all_workers_of_a_host_cools_it_once():
+def test_the_loss_of_all_workers_of_a_host_counts_as_one_failure():
     roster = Roster(Cooldown(2.0, 60.0), 0.0)
     for worker in range(8):
         roster.started(worker, "a", 0.0)
@@ -98,7 +98,7 @@ def test_a_failure_that_takes_all_workers_of_a_host_cools_it_once():
     assert roster.view(6.9).cooling == {"a"}, "the next failure counts as the second"
 
 
-def test_failed_starts_count_only_when_every_offered_host_has_had_one():
+def test_failed_starts_count_only_after_one_on_every_offered_host():
     roster = Roster(Cooldown(), 0.0)
     roster.offer({"a": 2, "b": 1})
     for worker, host in enumerate(["a", "b", "a"]):
@@ -110,7 +110,7 @@ def test_failed_starts_count_only_when_every_offered_host_has_had_one():
     assert roster.view(3.0).failed_starts == 3
 
 
-def test_a_worker_that_is_ended_on_purpose_does_not_cool_its_host():
+def test_a_worker_that_is_stopped_on_purpose_does_not_cool_down_its_host():
     roster = roster_of(2)
     roster.lost(1, "its slot is no longer offered", 1.0, failed=False)
     assert roster.view(1.0).cooling == frozenset()
@@ -198,7 +198,7 @@ def test_an_error_is_counted_per_generation_until_a_new_commit():
     counts = []
     for generation, commit in [(1, 0), (2, 0), (3, 4), (4, 4), (5, 4)]:
         newest = 2 + generation
-        for worker in (newest - 2, newest - 1) if generation > 1 else (1, 2):  # an error of both counts once
+        for worker in (newest - 2, newest - 1) if generation > 1 else (1, 2):  # an error on both workers counts once
             roster.raised(worker, "ValueError: no luck", is_final=False)
             roster.lost(worker, "raised ValueError: no luck", float(generation))
         roster.waiting(0, generation, commit, "lost a rank", float(generation))
@@ -226,7 +226,7 @@ def test_another_loss_in_between_does_not_reset_the_count_of_an_error():
 
 
 @pytest.mark.parametrize("published", [True, False])
-def test_after_the_loss_of_all_ranks_only_a_published_commit_is_progress(published):
+def test_after_the_loss_of_all_ranks_only_a_published_commit_counts_as_progress(published):
     roster = roster_of(1)
     roster.raised(0, "ValueError: no luck", is_final=False)
     roster.lost(0, "raised ValueError: no luck", 1.0)
@@ -241,7 +241,7 @@ def test_after_the_loss_of_all_ranks_only_a_published_commit_is_progress(publish
     assert count_errors(roster) == ("ValueError: no luck", 1 if published else 2)
 
 
-def test_commits_that_a_restarted_job_repeats_are_no_progress():
+def test_commits_that_a_restarted_job_repeats_do_not_count_as_progress():
     roster = roster_of(2)
 
     def fail(worker: int) -> None:
@@ -266,7 +266,7 @@ def test_commits_that_a_restarted_job_repeats_are_no_progress():
     assert count_errors(roster) == ("ValueError: no luck", 3)
 
 
-def test_a_commit_that_a_generation_has_read_from_a_store_is_no_progress():
+def test_a_commit_that_a_generation_has_read_from_a_store_does_not_count_as_progress():
     roster = roster_of(2)
     for worker in range(2):
         roster.lost(worker, "was killed", 1.0)
@@ -314,7 +314,7 @@ def test_an_error_that_every_attempt_would_raise_is_final_unless_a_new_host_may_
 
 
 class Simulation:
-    """Random workers that use roster and policy; checks the invariants of every generation."""
+    """Simulate workers with a roster and the policy, and check the invariants of every generation."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
@@ -411,79 +411,79 @@ class Simulation:
         self.commits[worker] = max(0, *(self.commits[member] for member in self.members(Phase.RUNNING)))
         self.report("synced", worker, self.roster.member(worker).generation, self.commits[worker])
 
-    def step(self, act: str, pick: int, seconds: float) -> None:
+    def step(self, action: str, pick: int, seconds: float) -> None:
         self.now += seconds
         everyone = self.members(*Phase)
-        if act == "capacity":
+        if action == "capacity":
             self.roster.offer({"a": pick % 4, "b": pick // 4 % 3})
-        elif act == "again" and self.sent:
+        elif action == "again" and self.sent:
             self.deliver(*self.sent[pick % len(self.sent)])
-        elif act.startswith("all "):
+        elif action.startswith("all "):
             for worker in everyone:
-                self.act_on(worker, act.removeprefix("all "))
+                self.act_on(worker, action.removeprefix("all "))
         elif everyone:
-            self.act_on(everyone[pick % len(everyone)], act)
+            self.act_on(everyone[pick % len(everyone)], action)
 
-    def act_on(self, worker: int, act: str) -> None:
+    def act_on(self, worker: int, action: str) -> None:
         member = self.roster.member(worker)
-        if act == "raise":
+        if action == "raise":
             self.raised |= member.phase is Phase.RUNNING
             self.roster.raised(worker, "ValueError: no luck", is_final=False)
-        if act in {"lose", "raise"}:
+        if action in {"lose", "raise"}:
             self.roster.lost(worker, f"worker {worker} was killed", self.now)
-        elif act == "arrive" and member.phase in {Phase.STARTING, Phase.RUNNING}:
+        elif action == "arrive" and member.phase in {Phase.STARTING, Phase.RUNNING}:
             self.report("waiting", worker, member.generation, self.commits[worker])
-        elif act == "sync" and member.phase is Phase.RUNNING:
+        elif action == "sync" and member.phase is Phase.RUNNING:
             self.sync(worker)
-        elif act == "separate" and member.phase is Phase.RUNNING:
+        elif action == "separate" and member.phase is Phase.RUNNING:
             self.roster.unreachable(worker, range(member.rank))
-        elif act == "commit" and self.commits[worker] >= 0 and member.phase is Phase.RUNNING:
+        elif action == "commit" and self.commits[worker] >= 0 and member.phase is Phase.RUNNING:
             self.commits[worker] += 1
 
 
-ACTS = (
+ACTIONS = (
     *("capacity", "again", "lose", "raise", "raise", "arrive", "all arrive", "sync", "all sync", "commit", "commit"),
     *("separate", "all separate"),
 )
 HISTORIES = st.lists(
-    st.tuples(st.sampled_from(ACTS), st.integers(0, 40), st.sampled_from([0.0, 0.1, 1.0, 7.0])), max_size=60
+    st.tuples(st.sampled_from(ACTIONS), st.integers(0, 40), st.sampled_from([0.0, 0.1, 1.0, 7.0])), max_size=60
 )
 
 
 @settings(max_examples=300)
 @given(
     history=HISTORIES,
-    smallest=st.integers(1, 3),
-    more=st.integers(0, 2),
-    largest=st.none() | st.integers(0, 2),
+    min_size=st.integers(1, 3),
+    above_min_size=st.integers(0, 2),
+    above_num_proc=st.none() | st.integers(0, 2),
     reset_limit=st.none() | st.integers(0, 4),
     max_restarts=st.integers(0, 2),
     max_same_errors=st.integers(1, 3),
 )
 def test_every_history_leads_to_valid_generations_and_to_an_end(  # noqa: PLR0917
-    history, smallest, more, largest, reset_limit, max_restarts, max_same_errors
+    history, min_size, above_min_size, above_num_proc, reset_limit, max_restarts, max_same_errors
 ):
-    num_proc = smallest + more
-    most = None if largest is None else num_proc + largest
-    limits = Limits(num_proc, smallest, most, 20.0, 10.0, reset_limit, max_restarts, max_same_errors)
-    run = Simulation(limits)
-    run.roster.offer({"a": 3, "b": 1})
-    run.settle()
-    for act, pick, seconds in history:
-        if run.end is not None:
+    num_proc = min_size + above_min_size
+    max_size = None if above_num_proc is None else num_proc + above_num_proc
+    limits = Limits(num_proc, min_size, max_size, 20.0, 10.0, reset_limit, max_restarts, max_same_errors)
+    simulation = Simulation(limits)
+    simulation.roster.offer({"a": 3, "b": 1})
+    simulation.settle()
+    for action, pick, seconds in history:
+        if simulation.end is not None:
             break
-        run.step(act, pick, seconds)
-        run.settle()
+        simulation.step(action, pick, seconds)
+        simulation.settle()
     for _ in range(40):  # from now on, no worker reports: every wait must have a limit
-        if run.end is not None:
+        if simulation.end is not None:
             break
-        run.now += 5.0
-        run.settle()
-    if run.end is None:
-        view = run.roster.view(run.now)
+        simulation.now += 5.0
+        simulation.settle()
+    if simulation.end is None:
+        view = simulation.roster.view(simulation.now)
         assert not view.idle, "an idle job must end"
         assert all(member.phase is Phase.RUNNING for member in view.members if member.generation == view.generation)
-    elif isinstance(run.end, Fail):
-        assert run.end.why
-        assert run.end.started == run.has_run
-        assert bool(run.end.error) == ("max_same_errors" in run.end.why)
+    elif isinstance(simulation.end, Fail):
+        assert simulation.end.why
+        assert simulation.end.started == simulation.has_run
+        assert bool(simulation.end.error) == ("max_same_errors" in simulation.end.why)

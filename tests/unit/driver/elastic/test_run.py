@@ -19,8 +19,8 @@ from sparkhvd.errors import SlotsError
     ],
 )
 def test_the_largest_number_of_ranks_is_the_number_of_slots_if_it_is_known(options, limits):
-    found, _ = check_limits(options, 60.0)
-    assert (found.num_proc, found.min_size, found.max_size) == limits
+    checked, _ = check_limits(options, 60.0)
+    assert (checked.num_proc, checked.min_size, checked.max_size) == limits
 
 
 @pytest.mark.parametrize(

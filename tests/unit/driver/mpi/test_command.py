@@ -7,7 +7,7 @@ import pytest
 from sparkhvd.driver.mpi.command import find_mpirun, interface_parameters, parameters_of
 from sparkhvd.errors import LaunchError
 
-_OTHERS = {
+_OTHER_MPI_VERSIONS = {
     "MPICH": "HYDRA build details:",
     "Intel": "Intel(R) MPI Library for Linux* OS, Version 2021.11 Build 20231005 (id: 74c4a23)",
 }
@@ -20,27 +20,27 @@ def program(folder: Path, name: str, version: str) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("version", _OTHERS.values(), ids=_OTHERS.keys())
+@pytest.mark.parametrize("version", _OTHER_MPI_VERSIONS.values(), ids=_OTHER_MPI_VERSIONS.keys())
 @pytest.mark.parametrize(
-    ("with_orted", "instead"),
+    ("with_orted", "alternative"),
     [(True, r"use launcher='barrier', which needs no MPI\."), (False, r"leave out --mpi\.")],
     ids=["on Spark", "sparkhvdrun"],
 )
-def test_mpirun_of_another_mpi_is_refused_with_an_alternative(version, with_orted, instead, tmp_path, monkeypatch):
+def test_mpirun_of_another_mpi_is_refused_with_an_alternative(version, with_orted, alternative, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     program(tmp_path, "mpirun", version)
     with pytest.raises(LaunchError) as caught:
         find_mpirun(with_orted=with_orted)
-    assert caught.match(rf"mpirun is not Open MPI's: .* Put Open MPI's mpirun first on the PATH, or {instead}$")
+    assert caught.match(rf"mpirun is not Open MPI's: .* Put Open MPI's mpirun first on the PATH, or {alternative}$")
     assert version in str(caught.value)
 
 
-@pytest.mark.parametrize("version", _OTHERS.values(), ids=_OTHERS.keys())
+@pytest.mark.parametrize("version", _OTHER_MPI_VERSIONS.values(), ids=_OTHER_MPI_VERSIONS.keys())
 def test_open_mpi_is_found_beside_another_mpi(version, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     program(tmp_path, "mpirun", version)
-    debians = program(tmp_path, "mpirun.openmpi", "mpirun.openmpi (OpenRTE) 4.1.4")
-    assert find_mpirun() == debians
+    open_mpi = program(tmp_path, "mpirun.openmpi", "mpirun.openmpi (OpenRTE) 4.1.4")
+    assert find_mpirun() == open_mpi
 
 
 @pytest.mark.parametrize(
@@ -57,5 +57,5 @@ def test_open_mpi_is_found_beside_another_mpi(version, tmp_path, monkeypatch):
     ],
 )
 def test_open_mpi_gets_the_networks_unless_the_user_has_set_them(arguments, environment, names):
-    found = interface_parameters("10.0.0.0/24", parameters_of(arguments.split(), environment))
-    assert found == dict.fromkeys(names, "10.0.0.0/24")
+    parameters = interface_parameters("10.0.0.0/24", parameters_of(arguments.split(), environment))
+    assert parameters == dict.fromkeys(names, "10.0.0.0/24")

@@ -49,7 +49,7 @@ def test_the_tasks_of_a_later_attempt_replace_those_of_an_earlier_attempt():
         driver.await_registrations(8, Deadline.after(0.01))
 
 
-def test_missing_tasks_are_counted_and_late_ones_refused():
+def test_missing_tasks_are_counted_and_late_tasks_are_refused():
     driver = service()
     driver.handle(Register(registration(0)))
     with pytest.raises(DeadlineExceededError, match=r"Spark tasks to register: 1 of 2 registered"):

@@ -57,7 +57,7 @@ def test_gpus_that_spark_does_not_assign_are_a_warning():
     assert verdicts(free)["devices"] is Verdict.WARN
 
 
-def test_tensorflow_beside_pytorch_on_the_driver_is_a_warning_with_the_order_of_imports():
+def test_tensorflow_and_pytorch_on_the_driver_are_a_warning_with_the_order_of_imports():
     both = {**VERSIONS, "tensorflow": "2.20.0"}
     checks = {check.name: check for check in cluster_checks([replace(TASK, versions=both)], both)}
     assert checks["frameworks"].verdict is Verdict.WARN
@@ -65,7 +65,7 @@ def test_tensorflow_beside_pytorch_on_the_driver_is_a_warning_with_the_order_of_
     assert "frameworks" not in verdicts(TASK)
 
 
-def test_the_report_is_ready_while_nothing_fails():
+def test_a_report_with_warnings_but_without_failures_is_ready():
     warned = Check("devices", Verdict.WARN, "slow")
     failed = Check("slots", Verdict.FAIL, "too few")
     report = PreflightReport((warned,), (TASK,), VERSIONS, 1.0)

@@ -10,11 +10,11 @@ ABORTED = (
     "the maximum allowable number of times: 4. Most recent failure reason: Stage failed because barrier task "
     "ShuffleMapTask(12, 1) finished unsuccessfully.\n"
 )
-LAST = "This was the last of 4 attempts.\n\nSpark's own error: org.apache"
+LAST_ATTEMPT = "This was the last of 4 attempts.\n\nSpark's own error: org.apache"
 
 
 @pytest.mark.parametrize("module", ["sparkhvd", "sparkhvd.task.entry", "cloudpickle", "fsspec.core"])
-def test_an_executor_that_cannot_import_sparkhvd_has_a_message_of_its_own(module):
+def test_an_executor_that_cannot_import_sparkhvd_has_its_own_message(module):
     failure = spark_failure(RuntimeError(f"x\nModuleNotFoundError: No module named '{module}'\n\tat org.y"))
     assert failure.startswith(f"The executors cannot import {module}: they lack sparkhvd or a package that it needs, ")
     assert "Install this version on every node" in failure
@@ -54,9 +54,9 @@ def test_the_message_of_an_executor_without_the_compiled_core_is_kept():
         ),
     ],
 )
-def test_the_cause_precedes_the_error_of_spark(message, cause):
+def test_the_cause_is_reported_before_the_error_of_spark(message, cause):
     failure = spark_failure(RuntimeError(ABORTED + message), lambda executor: f"node-{executor}")
-    assert failure.startswith(f"Spark aborted the job: {cause} {LAST}")
+    assert failure.startswith(f"Spark aborted the job: {cause} {LAST_ATTEMPT}")
     assert "\tat org.y" not in failure
 
 

@@ -21,7 +21,7 @@ def soon() -> Deadline:
 
 
 @pytest.mark.parametrize(
-    ("master", "task_cpus", "slots_there"),
+    ("master", "task_cpus", "expected"),
     [
         ("local", 1, 5),
         ("local[*]", 1, 5),
@@ -34,8 +34,8 @@ def soon() -> Deadline:
         ("connect", 1, None),
     ],
 )
-def test_masters_of_fixed_size_have_a_known_number_of_slots(master, task_cpus, slots_there):
-    assert fixed_slots(cluster(master, 5, task_cpus=task_cpus), Deadline.after(1.0)) == slots_there
+def test_masters_of_fixed_size_have_a_known_number_of_slots(master, task_cpus, expected):
+    assert fixed_slots(cluster(master, 5, task_cpus=task_cpus), Deadline.after(1.0)) == expected
 
 
 def test_too_few_local_slots_fail_at_once_with_both_numbers_and_the_setting():
@@ -57,7 +57,7 @@ def test_reserve_waits_for_executors_that_register_late():
     assert reserve(cluster("local-cluster[2,1,1024]", 0, 1, 2), None, soon()) == 2
 
 
-def test_too_few_slots_elsewhere_fail_after_the_settle_time_that_the_deadline_bounds():
+def test_too_few_slots_of_other_masters_fail_after_a_wait_that_the_deadline_limits():
     with pytest.raises(
         SlotsError, match=r"num_proc=4 is more than the 2 slots of the cluster after waiting 0 s .*spark.cores.max"
     ):

@@ -44,9 +44,9 @@ class Scale:
     def __call__(self, x):
         from .late import is_times
         import ours.late
-        known = [is_times(self.mode), ours.late.is_times(self.mode), self.bias is deep.MISSING, self.bias is MISSING,
-                 isinstance(self, Scale), self.mode is deep.Mode.TIMES]
-        return x * self.factor if all(known) else known
+        checks = [is_times(self.mode), ours.late.is_times(self.mode), self.bias is deep.MISSING, self.bias is MISSING,
+                  isinstance(self, Scale), self.mode is deep.Mode.TIMES]
+        return x * self.factor if all(checks) else checks
 def predicted(scale, x):
     return scale(x) if isinstance(scale, Scale) and scale.bias is MISSING else "another class"
 """,
@@ -67,67 +67,72 @@ def project(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-def elsewhere(program: str, *contents: bytes, path: Path | None = None) -> str:
-    """Return the output of a process that loads the pickles into ``opened`` and runs the code."""
-    opening = "import pickle, sys; opened = [pickle.load(sys.stdin.buffer) for _ in range(int(sys.argv[1]))]; "
-    command = [sys.executable, "-c", opening + program, str(len(contents))]
+def run_in_new_process(program: str, *contents: bytes, path: Path | None = None) -> str:
+    """Load the pickles into the list ``objects`` of a new process, run the code there, and return its output."""
+    loading = "import pickle, sys; objects = [pickle.load(sys.stdin.buffer) for _ in range(int(sys.argv[1]))]; "
+    command = [sys.executable, "-c", loading + program, str(len(contents))]
     environment = {"PYTHONPATH": ":".join([str(Path(__file__).parents[4]), *([str(path)] if path else [])])}
-    done = subprocess.run(
+    completed = subprocess.run(
         command, input=b"".join(contents), capture_output=True, timeout=60, check=False, env=environment, cwd="/"
     )
-    assert done.returncode == 0, done.stderr.decode()
-    return done.stdout.decode().strip()
+    assert completed.returncode == 0, completed.stderr.decode()
+    return completed.stdout.decode().strip()
 
 
 def test_code_that_executors_cannot_import_is_sent_and_keeps_its_classes(project):
     content = dumps((project.Scale(), project.predicted), importable_nowhere)
-    assert elsewhere("print(opened[0][1](opened[0][0], 21))", content) == "21"
+    assert run_in_new_process("print(objects[0][1](objects[0][0], 21))", content) == "21"
 
 
-def test_pickles_of_one_process_agree_in_every_process(project):
+def test_pickles_of_one_process_share_their_classes(project):
     model, function = dumps(project.Scale(), importable_nowhere), dumps(project.predicted, importable_nowhere)
-    assert elsewhere("print(opened[1](opened[0], 21))", model, function) == "21"
+    assert run_in_new_process("print(objects[1](objects[0], 21))", model, function) == "21"
 
 
-def test_sent_code_can_be_forwarded(project):
+def test_code_that_was_sent_can_be_sent_again(project):
     imports = "from sparkhvd.driver.user_code.pickling import dumps"
-    again = f"{imports}; sys.stdout.write(dumps(opened[0]).hex()); sys.stdout.flush()"
-    model = bytes.fromhex(elsewhere(again, dumps(project.Scale(), importable_nowhere)))
-    assert elsewhere("print(opened[1](opened[0], 21))", model, dumps(project.predicted, importable_nowhere)) == "21"
+    dump_object = f"{imports}; sys.stdout.write(dumps(objects[0]).hex()); sys.stdout.flush()"
+    model = bytes.fromhex(run_in_new_process(dump_object, dumps(project.Scale(), importable_nowhere)))
+    assert (
+        run_in_new_process("print(objects[1](objects[0], 21))", model, dumps(project.predicted, importable_nowhere))
+        == "21"
+    )
     assert isinstance(cloudpickle.loads(model), project.Scale), "the driver gets its own class back"
 
 
-def test_pickles_of_two_processes_with_the_same_code_agree(project, tmp_path):
+def test_pickles_of_two_processes_with_the_same_code_share_their_classes(project, tmp_path):
     other = (
         "from ours.model import Scale; from sparkhvd.driver.user_code.pickling import dumps; "
         "from sparkhvd.driver.user_code.importable import importable_nowhere; "
         "sys.stdout.write(dumps(Scale(), importable_nowhere).hex())"
     )
-    model = bytes.fromhex(elsewhere(other, path=tmp_path))
+    model = bytes.fromhex(run_in_new_process(other, path=tmp_path))
     function = dumps(project.predicted, importable_nowhere)
-    assert elsewhere("print(opened[1](opened[0], 21))", model, function) == "21"
+    assert run_in_new_process("print(objects[1](objects[0], 21))", model, function) == "21"
     assert cloudpickle.loads(function)(cloudpickle.loads(model), 21) == 21, "here too"
 
 
 def test_code_that_executors_can_import_is_sent_by_name(project, tmp_path):
     content = dumps((project.Scale(), project.predicted), importable_here)
     assert len(content) < 400
-    assert elsewhere("print(opened[0][1](opened[0][0], 21))", content, path=tmp_path) == "21"
+    assert run_in_new_process("print(objects[0][1](objects[0][0], 21))", content, path=tmp_path) == "21"
 
 
-def test_a_class_keeps_the_globals_of_its_module_where_it_is_defined(project):
+def test_loading_a_class_where_it_is_defined_returns_the_original_class(project):
     method = project.Scale.__call__
     copied = cloudpickle.loads(dumps(project.Scale(), importable_nowhere))
     assert type(copied) is project.Scale
     assert project.Scale.__call__ is method
     project.Scale.factor = 2
-    assert elsewhere("print(opened[0](21))", dumps(copied, importable_nowhere)) == "42", "the current attributes"
+    assert run_in_new_process("print(objects[0](21))", dumps(copied, importable_nowhere)) == "42", (
+        "the current attributes"
+    )
 
 
 def test_a_module_imported_inside_a_function_is_sent_with_it(project, tmp_path):
-    (tmp_path / "script.py").write_text("def late():\n    from ours.late import is_times as known\n    return known(0)")
+    (tmp_path / "script.py").write_text("def late():\n    from ours.late import is_times\n    return is_times(0)")
     script = importlib.import_module("script")
-    assert elsewhere("print(opened[0]())", dumps(script.late, importable_nowhere)) == "False"
+    assert run_in_new_process("print(objects[0]())", dumps(script.late, importable_nowhere)) == "False"
 
 
 def test_a_module_that_imports_a_sent_module_is_sent_too(project, tmp_path):
@@ -141,7 +146,7 @@ def test_a_module_that_imports_a_sent_module_is_sent_too(project, tmp_path):
     assert sent_by_value(imports, set(imports) - {"ours.deep"}) == {"script", "ours.model", "ours.deep", "ours.late"}
 
 
-def test_a_module_with_other_content_differs(project, tmp_path):
+def test_a_module_with_different_content_is_not_importable(project, tmp_path):
     deep = user_module("ours.deep")
     assert importable_here({deep.name: deep.digest}) == {"ours.deep"}
     assert importable_here({deep.name: "other", "ours.nowhere": deep.digest}) == set()
@@ -161,7 +166,7 @@ def test_a_compiled_module_that_others_cannot_import_is_refused(project, tmp_pat
         dumps(fast.Kind, importable_nowhere)
 
 
-def test_pickling_restores_the_table_of_modules(project):
+def test_pickling_restores_cloudpickles_registry_of_modules(project):
     before = cloudpickle.list_registry_pickle_by_value()
     with pytest.raises(TypeError, match="pickle"):
         dumps((project.Scale, sys.stdout), importable_nowhere)
@@ -182,10 +187,10 @@ def test_modules_of_nested_namespace_packages_are_found_without_importing_them(t
     folder = tmp_path / "outer" / "inner"
     folder.mkdir(parents=True)
     (folder / "leaf.py").write_text("VALUE = 1\n")
-    look = "print(locate('outer.inner.leaf').origin, locate('outer.inner.no'))"
-    command = [sys.executable, "-c", f"{IMPORT_LOCATE}; sys.path.insert(0, {str(tmp_path)!r}); {look}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.split() == [str(folder / "leaf.py"), "None"]
+    locate_modules = "print(locate('outer.inner.leaf').origin, locate('outer.inner.no'))"
+    command = [sys.executable, "-c", f"{IMPORT_LOCATE}; sys.path.insert(0, {str(tmp_path)!r}); {locate_modules}"]
+    completed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert completed.stdout.split() == [str(folder / "leaf.py"), "None"]
 
 
 NOTEBOOK = """
@@ -217,21 +222,21 @@ def test_a_redefinition_in_a_notebook_replaces_the_loaded_definition_on_workers(
     command = [sys.executable, "-c", NOTEBOOK]
     printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
     contents = map(bytes.fromhex, printed.split())
-    assert elsewhere("print(*(function(10) for function in opened))", *contents) == "(20, 12, 2) (30, 13, 3)"
+    assert run_in_new_process("print(*(function(10) for function in objects))", *contents) == "(20, 12, 2) (30, 13, 3)"
 
 
 def test_a_function_with_hundreds_of_names_may_import_modules():
-    space = {"__name__": "__main__"}
+    namespace = {"__name__": "__main__"}
     names = "".join(f"    name_{number}.attribute\n" for number in range(300))
-    exec(f"def large():\n    import json\n    return json.dumps(1)\n{names}    import decimal\n", space)
-    assert cloudpickle.loads(dumps(space["large"], importable_nowhere))() == "1"
+    exec(f"def large():\n    import json\n    return json.dumps(1)\n{names}    import decimal\n", namespace)
+    assert cloudpickle.loads(dumps(namespace["large"], importable_nowhere))() == "1"
 
 
-def test_dataclasses_keep_their_missing_marker(project, tmp_path):
+def test_the_missing_default_of_a_dataclass_keeps_its_identity(project, tmp_path):
     (tmp_path / "script.py").write_text("from dataclasses import *\n@dataclass\nclass Options:\n    size: int\n")
     content = dumps(importlib.import_module("script").Options, importable_nowhere)
-    program = "import dataclasses; print(dataclasses.fields(opened[0])[0].default is dataclasses.MISSING)"
-    assert elsewhere(program, content) == "True"
+    program = "import dataclasses; print(dataclasses.fields(objects[0])[0].default is dataclasses.MISSING)"
+    assert run_in_new_process(program, content) == "True"
 
 
 def test_a_user_module_may_shadow_a_module_of_the_standard_library(tmp_path, monkeypatch):
@@ -241,14 +246,14 @@ def test_a_user_module_may_shadow_a_module_of_the_standard_library(tmp_path, mon
     monkeypatch.setitem(sys.modules, "cmd", None)
     del sys.modules["cmd"]
     content = dumps(importlib.import_module("cmd").doubled, importable_nowhere)
-    assert elsewhere("print(opened[0](3))", content) == "6"
+    assert run_in_new_process("print(objects[0](3))", content) == "6"
 
 
 def test_a_module_that_changed_in_the_session_is_sent_again():
-    known = {("a", "1"): True, ("b", "1"): False, ("c", "1"): True}
-    assert importable_by(known, {"a": "1", "b": "1", "c": "1"}) == {"a", "c"}
-    known |= {("a", "2"): True, ("b", "2"): True}
-    assert importable_by(known, {"a": "2", "b": "2", "c": "1"}) == {"b", "c"}
+    importable = {("a", "1"): True, ("b", "1"): False, ("c", "1"): True}
+    assert importable_by(importable, {"a": "1", "b": "1", "c": "1"}) == {"a", "c"}
+    importable |= {("a", "2"): True, ("b", "2"): True}
+    assert importable_by(importable, {"a": "2", "b": "2", "c": "1"}) == {"b", "c"}
 
 
 _CELL = """password = "swordfish"
@@ -261,13 +266,13 @@ salt = "pepper"
 """
 
 
-def test_a_remote_traceback_shows_the_source_of_a_notebook_cell_and_only_the_lines_of_the_function_are_sent(tmp_path):
+def test_a_remote_traceback_shows_the_lines_of_a_function_in_a_notebook_cell_and_no_other_lines_are_sent(tmp_path):
     cell = f"<cell of {tmp_path.name}>"
     linecache.cache[cell] = (len(_CELL), None, _CELL.splitlines(keepends=True), cell)
-    names: dict[str, object] = {"__name__": "__main__"}
-    exec(compile(_CELL, cell, "exec"), names)
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    exec(compile(_CELL, cell, "exec"), namespace)
     try:
-        content = dumps(names["divides"], importable_nowhere)
+        content = dumps(namespace["divides"], importable_nowhere)
     finally:
         del linecache.cache[cell]
     assert b"swordfish" not in content
@@ -277,9 +282,9 @@ def test_a_remote_traceback_shows_the_source_of_a_notebook_cell_and_only_the_lin
         "import cloudpickle, sys, traceback; f = cloudpickle.load(open(sys.argv[1], 'rb'))\n"
         "try: f(1)\nexcept ZeroDivisionError: traceback.print_exc()"
     )
-    ended = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path / "function")], capture_output=True, text=True, check=False
     )
-    assert "in divides\n    return inner()\n" in ended.stderr
-    assert "return x / 0  # in the cell" in ended.stderr
-    assert "line 6, in divides" in ended.stderr
+    assert "in divides\n    return inner()\n" in completed.stderr
+    assert "return x / 0  # in the cell" in completed.stderr
+    assert "line 6, in divides" in completed.stderr

@@ -40,7 +40,7 @@ def test_a_schema_is_enough_to_wrap_a_model_that_rejects_zeros():
     assert model.output_columns()[0].vector
 
 
-def test_a_model_that_needs_real_values_asks_for_rows():
+def test_the_error_of_a_model_that_needs_real_values_asks_for_rows():
     with pytest.raises(ModelOutputError, match=r"a minor .*pass a DataFrame with real rows") as caught:
         TorchModel.from_model(Adults(), AGE, feature_cols=["age"])
     assert isinstance(caught.value.__cause__, ValueError)

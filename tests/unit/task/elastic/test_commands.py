@@ -1,4 +1,4 @@
-"""Commands to a process that holds slots, with real workers whose Python does not exist."""
+"""Commands to a process that holds slots; its workers cannot start, because their Python does not exist."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ LOCATION = WorkerLocation("key", "node1", "127.0.0.1")
 
 
 def outcome(*commands, is_orphaned=lambda: False):
-    """Run the commands; return the loss of the driver, if any, the reported losses, and the number of commands left."""
-    arriving, ends = queue.SimpleQueue(), []
+    """Run the commands; return the loss of the driver, the losses of workers, and the number of unread commands."""
+    pending, ends = queue.SimpleQueue(), []
     for command in commands:
-        arriving.put(command)
+        pending.put(command)
     job = Job(b"", 1, executable="/no/such/python")
     workers = RunningWorkers(job, MembershipAddress(-1, (), b""), 1, lambda: HandlerLog(lambda _: None, 1), ends.append)
-    lost = carry_out_commands(workers, LOCATION, arriving, is_orphaned)
+    lost = carry_out_commands(workers, LOCATION, pending, is_orphaned)
     assert workers.close(1.0) == []
-    return lost, ends, arriving.qsize()
+    return lost, ends, pending.qsize()
 
 
 def test_a_worker_that_cannot_start_is_reported_and_the_process_waits_for_the_next_command():
-    lost, ends, left = outcome(StartWorker(3), SetRank(3, 0), StopWorker(3), StartWorker(4), EndLease())
-    why = "did not start: No such file or directory"
-    assert ends == [Lost(number, FailureReport(number, "node1", why, phase=STARTING)) for number in (3, 4)]
-    assert (lost, left) == (None, 0)
+    lost, ends, remaining = outcome(StartWorker(3), SetRank(3, 0), StopWorker(3), StartWorker(4), EndLease())
+    reason = "did not start: No such file or directory"
+    assert ends == [Lost(worker, FailureReport(worker, "node1", reason, phase=STARTING)) for worker in (3, 4)]
+    assert (lost, remaining) == (None, 0)
 
 
 def test_no_command_is_executed_after_the_end_of_the_lease_or_the_loss_of_the_driver():

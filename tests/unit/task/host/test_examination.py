@@ -13,22 +13,24 @@ SECRET = b"s" * 32
 
 
 def test_a_host_is_reachable_if_one_of_its_addresses_is():
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        closed = free.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        closed = listener.getsockname()[1]
     with closing(Server(_secret_of(1, SECRET), _IgnoreMessages())) as server:
-        own = {"index": 0, "host": "here", "key": "a", "addresses": []}
-        there = {"index": 1, "host": "there", "key": "b", "addresses": [["127.0.0.1", closed]]}
-        (message,) = _unreachable(own, [own, there], SECRET)
+        this_task = {"index": 0, "host": "here", "key": "a", "addresses": []}
+        other_task = {"index": 1, "host": "there", "key": "b", "addresses": [["127.0.0.1", closed]]}
+        (message,) = _unreachable(this_task, [this_task, other_task], SECRET)
         assert message.startswith(f"here cannot reach there: No server answered; tried 127.0.0.1:{closed}: ")
-        there["addresses"].append(["127.0.0.1", server.port])
-        assert _unreachable(own, [own, there], SECRET) == ()
-        own["key"], there["key"], there["index"] = "b", "a", 2
-        assert _unreachable(own, [own, there], SECRET), "what answers there is the server of another task"
+        other_task["addresses"].append(["127.0.0.1", server.port])
+        assert _unreachable(this_task, [this_task, other_task], SECRET) == ()
+        this_task["key"], other_task["key"], other_task["index"] = "b", "a", 2
+        assert _unreachable(this_task, [this_task, other_task], SECRET), (
+            "the server at this address belongs to another task"
+        )
 
 
 def test_a_task_listens_on_the_interface_of_its_rank(monkeypatch):
-    there = {"lo": "127.0.0.1", "eth0": "10.0.0.1", "ib0": "10.0.0.2"}
-    interfaces = [Interface(name, address, "10.0.0.0/24") for name, address in there.items()]
+    addresses = {"lo": "127.0.0.1", "eth0": "10.0.0.1", "ib0": "10.0.0.2"}
+    interfaces = [Interface(name, address, "10.0.0.0/24") for name, address in addresses.items()]
     monkeypatch.setattr("sparkhvd.rpc.interfaces.interfaces", lambda: interfaces)
     bound = {("a", "b"): "10.0.0.2", ("b", "b"): "127.0.0.1"}
     monkeypatch.setattr(examination, "address_to_bind", lambda _, hosts: bound[tuple(hosts)])

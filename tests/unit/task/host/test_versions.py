@@ -7,11 +7,11 @@ from sparkhvd.rpc.registration import TaskOffer
 from sparkhvd.task.host.versions import different_versions, frameworks_in_use, local_versions
 
 
-def offers(*places: tuple[str, tuple[str, ...]]) -> list[TaskOffer]:
-    return [TaskOffer(index, host, host, "", versions=versions) for index, (host, versions) in enumerate(places)]
+def offers(*hosts: tuple[str, tuple[str, ...]]) -> list[TaskOffer]:
+    return [TaskOffer(index, host, host, "", versions=versions) for index, (host, versions) in enumerate(hosts)]
 
 
-def test_versions_that_differ_from_the_drivers_are_named_with_their_hosts():
+def test_the_message_names_versions_that_differ_from_the_drivers_with_their_hosts():
     driver = ("torch 2.8.0+cpu", "keras 3.1")
     assert not different_versions(driver, [])
     assert not different_versions(driver, offers(("a", driver), ("b", ("torch 2.8.0+cu128", "keras 3.1"))))
@@ -35,4 +35,4 @@ def test_frameworks_in_use_are_those_loaded_and_those_that_ranks_will_load(monke
     assert frameworks_in_use(("torch", "json")) == installed
     assert local_versions(("torch 0.1", "no-such-package 1")) == installed
     monkeypatch.setitem(sys.modules, "pytorch_lightning", sys)
-    assert [one.partition(" ")[0] for one in frameworks_in_use(())] == ["lightning"]
+    assert [framework.partition(" ")[0] for framework in frameworks_in_use(())] == ["lightning"]

@@ -27,12 +27,12 @@ SECRET = b"s" * 32
         ),
     ],
 )
-def test_a_host_says_how_many_of_its_ranks_mpirun_started(started, sentence):
-    own = assign([TaskOffer(index, "key", "one", "") for index in range(3)])
-    assert task.missing_ranks(own, started).sentence() == sentence
+def test_the_failure_of_a_host_counts_the_ranks_that_mpirun_started(started, sentence):
+    slots = assign([TaskOffer(index, "key", "one", "") for index in range(3)])
+    assert task.missing_ranks(slots, started).sentence() == sentence
 
 
-def test_a_task_that_loses_the_driver_before_the_ranks_are_assigned_says_so(monkeypatch):
+def test_a_task_reports_the_loss_of_the_driver_before_the_ranks_are_assigned(monkeypatch):
     monkeypatch.setattr(task, "_DRIVER_CHECK_SECONDS", 0.01)
     service = TaskService(SECRET)
     with Server(SECRET, service, "127.0.0.1", name="driver") as server:

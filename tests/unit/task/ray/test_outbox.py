@@ -24,7 +24,7 @@ def test_a_driver_waits_for_the_first_message_until_the_deadline_or_the_end():
     closer.join()
 
 
-def test_a_rank_waits_while_the_driver_has_much_output_to_read(monkeypatch):
+def test_a_rank_waits_while_the_driver_has_too_much_unread_output(monkeypatch):
     monkeypatch.setattr(module, "_MAX_BYTES", 10)
     outbox, written = Outbox(), threading.Event()
     outbox.put(Output(0, "stdout", b"ten bytes."))
