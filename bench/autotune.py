@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def measure(seconds: float) -> list[tuple[str, float, float, dict[str, int]]]:
-    """Run on every rank."""
+    """Measure all kinds of steps on one rank."""
     torch.set_num_threads(1)
     return [
         _row("1000 x 4 KiB", lambda communicator: _exchange(communicator, [(1024,)] * 1000), seconds),

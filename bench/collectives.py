@@ -41,7 +41,7 @@ SIZES = (4 * KIB, 64 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)
 HALF_SIZES = (64 * KIB, MIB, 16 * MIB, 64 * MIB)
 LIMIT_CHUNKS = (64 * KIB, 128 * KIB, 256 * KIB, 512 * KIB)
 MANY_TENSORS = 1000
-CALLS = 5  # per turn
+CALLS_PER_TURN = 5
 ROOT = Path(__file__).parents[1]
 
 Operation = Callable[[], object]
@@ -212,7 +212,7 @@ def _gloo(folder: Path, rank: int, size: int) -> Group:
 
     def coalesced(tensors: list[torch.Tensor]) -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # Gloo has no alternative to it yet
+            warnings.simplefilter("ignore", FutureWarning)  # Gloo has no alternative to this deprecated function yet
             dist.all_reduce_coalesced(tensors)
 
     zero = torch.zeros(1)
@@ -304,7 +304,7 @@ def _turns(
     """Return the mean seconds per call in every turn of each operation."""
     for tensor in tensors:
         tensor.zero_()  # sums of zeros stay finite
-    seconds_per_round = sum(_turn(group, operation) for operation in operations.values()) * CALLS
+    seconds_per_round = sum(_turn(group, operation) for operation in operations.values()) * CALLS_PER_TURN
     repetitions = int(group.slowest(np.array([min(1000.0, max(7.0, seconds / seconds_per_round))]))[0])
     draw = random.Random(repetitions)  # the same order on all ranks
     turns: dict[str, list[float]] = {name: [] for name in operations}
@@ -318,12 +318,12 @@ def _turns(
 def _turn(group: Group, operation: Operation) -> float:
     """Return the mean seconds of several calls; all ranks enter each call at about the same time."""
     total = 0.0
-    for _ in range(CALLS):
+    for _ in range(CALLS_PER_TURN):
         group.barrier()
         start = time.perf_counter()
         operation()
         total += time.perf_counter() - start
-    return total / CALLS
+    return total / CALLS_PER_TURN
 
 
 # The printed tables.

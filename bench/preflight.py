@@ -50,7 +50,7 @@ def main() -> int:
 
 
 def measure(framework: str) -> str:
-    """Return the line about the preflights with an estimator of this framework."""
+    """Return the line with the times of preflights with an estimator of this framework."""
     with tempfile.TemporaryDirectory() as folder, hosts.cluster(_RANKS, Path(folder)) as cluster:
         os.environ["SPARK_LOCAL_IP"] = cluster.address
         spark = session_on(cluster)

@@ -82,7 +82,7 @@ def _descriptors_and_threads(process: psutil.Process) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Kill:
-    """A round in which one rank was killed.
+    """The result of a round in which one rank was killed.
 
     Attributes:
         victim: the killed rank.
@@ -191,7 +191,7 @@ def listening(pids: list[int]) -> list[int]:
 
 
 def send(port: int, content: bytes, counts: dict[str, int], kind: str) -> None:
-    # The listener may have closed meanwhile, and a stranger is disconnected while it still sends.
+    # The listener may have closed in the meantime, and it may disconnect a stranger that is still sending.
     with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5.0) as link:
         arrived = link.send(content)
         counts[kind] += 1

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-_VERSION = "3.5.0"  # of the Hadoop client that pyspark 4.3 ships
+_VERSION = "3.5.0"  # the version of the Hadoop client in pyspark 4.3
 _SERVER_PACKAGES = (
     f"org.apache.hadoop:hadoop-client-minicluster:{_VERSION}",
     "org.slf4j:slf4j-reload4j:1.7.36",

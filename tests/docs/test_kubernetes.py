@@ -80,7 +80,7 @@ def test_accounts_claims_volumes_and_images_agree_between_the_manifests() -> Non
     assert pod["containers"][0]["image"] == settings["spark.kubernetes.container.image"]
 
 
-def test_the_local_folders_of_executors_have_the_name_by_which_spark_finds_them() -> None:
+def test_the_local_folders_of_executors_have_the_prefix_that_spark_expects() -> None:
     template = _manifest("Pod")["spec"]
     mounts = {mount["name"]: mount["mountPath"] for mount in template["containers"][0]["volumeMounts"]}
     assert mounts.keys() == {volume["name"] for volume in template["volumes"]}

@@ -12,7 +12,7 @@ import sparkhvd.keras as hvd
 from sparkhvd import KerasEstimator, KerasModel, Store
 from tests.scripts import print_results
 
-ROWS, EPOCHS = 37, 3  # an odd number: the second of two ranks has fewer
+ROWS, EPOCHS = 37, 3  # an odd number of rows, so that the second of two ranks has fewer
 
 
 class BackendCheck(keras.callbacks.Callback):

@@ -29,7 +29,7 @@ _DELETE_ERRORS = {
 
 @dataclass
 class FaultyS3:
-    """A running proxy.
+    """A running proxy and its faults.
 
     Attributes:
         endpoint: its URL.

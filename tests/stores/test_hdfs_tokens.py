@@ -28,7 +28,7 @@ def token(hdfs, tmp_path_factory):
 
 @pytest.fixture
 def private_url(hdfs, monkeypatch):
-    """Return the URL of a folder that only alice may read, and act as another user."""
+    """Return the URL of a folder that only alice may read, and become another user."""
     url = f"{hdfs.url}/{uuid.uuid4().hex}"
     store = Store.create(url)
     store.publish("x", b"alice's")

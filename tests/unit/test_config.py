@@ -19,7 +19,7 @@ from sparkhvd.config import (
 from sparkhvd.errors import ConfigError
 
 
-def test_empty_environment_gives_the_defaults() -> None:
+def test_an_empty_environment_gives_the_defaults() -> None:
     assert from_environment({}) == Config()
 
 
@@ -67,12 +67,12 @@ def test_variables_of_sparkhvd_take_precedence_over_those_of_horovod() -> None:
     assert from_environment(environment).start_timeout == 1.0
 
 
-def test_empty_value_counts_as_not_set() -> None:
+def test_an_empty_value_counts_as_not_set() -> None:
     assert from_environment({"SPARKHVD_START_TIMEOUT": ""}).start_timeout == Config().start_timeout
 
 
 @pytest.mark.parametrize(("text", "problem"), [("soon", "must be a number"), ("-1", "must be at least 0")])
-def test_unusable_value_is_refused_with_name_and_value(text: str, problem: str) -> None:
+def test_the_error_for_an_invalid_value_contains_name_and_value(text: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=f"SPARKHVD_START_TIMEOUT {problem}, got '{text}'"):
         from_environment({"SPARKHVD_START_TIMEOUT": text})
 
@@ -80,7 +80,7 @@ def test_unusable_value_is_refused_with_name_and_value(text: str, problem: str) 
 @pytest.mark.parametrize(
     ("text", "value"), [("1", True), ("0", False), ("true", True), ("OFF", False), ("2", True), ("0.0", False)]
 )
-def test_a_switch_is_a_number_or_a_word(text: str, value: bool) -> None:
+def test_a_switch_is_read_from_a_number_or_a_word(text: str, value: bool) -> None:
     assert from_environment({"SPARKHVD_SHARED_MEMORY": text}).shared_memory is value
     assert inverted_switch(text) is not value
 
@@ -116,7 +116,7 @@ def test_values_of_horovods_variable_for_gpu_operations_are_translated() -> None
     assert from_environment(both).gpu_operations == "staged"
 
 
-def test_no_name_is_declared_twice() -> None:
+def test_no_variable_is_declared_twice() -> None:
     declared = [name for setting in declarations().values() for name in setting.readers] + list(WITHOUT_EFFECT)
     assert len(declared) == len(set(declared))
 

@@ -32,7 +32,7 @@ _ROOT = Path(__file__).parents[2]
 
 
 class Ranks:
-    """``size`` processes that run ``case``; a context manager that kills the remaining processes at its end."""
+    """Run ``case`` in ``size`` processes; a context manager that kills the remaining processes at its end."""
 
     def __init__(self, case: str, size: int, **options: Any) -> None:
         self._server = _core.RendezvousServer(TOKEN)
@@ -157,7 +157,7 @@ def every_collective(me: Rank) -> None:
     flags = np.array([me.rank == 0, False, True])
     me.allreduce("or", flags).wait(SECONDS)
     assert flags.tolist() == [True, False, True]
-    halves = np.array([0x3F80 if me.rank == 0 else 0x4000], np.uint16)  # 1.0 and 2.0 as bfloat16
+    halves = np.array([0x3F80 if me.rank == 0 else 0x4000], np.uint16)  # 1.0 or 2.0 as bfloat16
     me.allreduce("bfloat16", halves, dtype="bfloat16", op="max").wait(SECONDS)
     assert halves.tolist() == [0x4000]
     several_megabytes(me)
@@ -326,7 +326,7 @@ def weighted_sums(me: Rank) -> None:
 
 
 def weight(rank: int, tensor: int, number: int) -> float:
-    """Return a binary fraction, so that sums are exact; 0 for a rank without a contribution."""
+    """Return a weight that is a binary fraction, so that sums are exact; it is 0 for some ranks."""
     return ((rank * 3 + tensor + number) % 5) / 4
 
 
@@ -345,7 +345,7 @@ CASES = {
     )
 }
 
-# The expected results.
+# The tests with several processes.
 
 BOTH_TRANSPORTS = pytest.mark.parametrize("shared_memory", [True, False], ids=["shm", "tcp"])
 
@@ -437,7 +437,7 @@ def test_connecting_and_closing_engines_leaks_no_descriptor_and_no_thread(shared
             assert after == before
 
 
-# One process.
+# The tests with one process.
 
 
 @pytest.fixture

@@ -46,18 +46,18 @@ def test_a_public_name_resolves(name: str) -> None:
     assert name in dir(sparkhvd)
 
 
-def test_the_documented_names_are_public() -> None:
+def test_the_central_names_are_public() -> None:
     assert {"run", "Store", "TorchEstimator", "TorchModel"} <= set(sparkhvd.__all__)
 
 
-def test_public_names_can_be_imported_with_from_and_have_the_module_that_defines_them() -> None:
+def test_public_names_can_be_imported_with_from_and_know_the_modules_that_define_them() -> None:
     from sparkhvd import Store, run  # noqa: PLC0415
 
     assert run.__module__.startswith("sparkhvd.driver")
     assert Store.__module__.startswith("sparkhvd.store")
 
 
-def test_an_unknown_name_raises_an_attribute_error_with_this_name() -> None:
+def test_the_error_for_an_unknown_name_contains_the_name() -> None:
     with pytest.raises(AttributeError, match="module 'sparkhvd' has no attribute 'Stor'"):
         sparkhvd.Stor  # noqa: B018
 

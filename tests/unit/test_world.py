@@ -10,18 +10,18 @@ from sparkhvd.world import World, layout
 _HOSTS = st.lists(st.sampled_from("abcd"), min_size=1, max_size=12)
 
 
-def test_default_world_is_one_rank() -> None:
+def test_the_default_world_has_one_rank() -> None:
     assert World() == World(rank=0, size=1, local_rank=0, local_size=1, cross_rank=0, cross_size=1)
 
 
 @pytest.mark.parametrize("field", ["rank", "local_rank", "cross_rank"])
 @pytest.mark.parametrize("value", [-1, 1])
-def test_rank_outside_its_size_is_refused_by_name(field: str, value: int) -> None:
+def test_a_rank_outside_its_size_is_refused_with_its_name(field: str, value: int) -> None:
     with pytest.raises(ConfigError, match=rf"^{field} must be within 0\.\.0, got {value}\.$"):
         World(**{field: value})
 
 
-def test_two_hosts_with_two_ranks_each() -> None:
+def test_ranks_of_two_hosts_have_local_and_cross_ranks() -> None:
     worlds = layout(["a", "a", "b", "b"])
     assert [(w.rank, w.local_rank, w.cross_rank) for w in worlds] == [(0, 0, 0), (1, 1, 0), (2, 0, 1), (3, 1, 1)]
     assert {(w.size, w.local_size, w.cross_size) for w in worlds} == {(4, 2, 2)}

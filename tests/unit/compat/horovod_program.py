@@ -50,8 +50,8 @@ def splits_of(alltoall, *results) -> list[object]:
     return [alone, *([str(splits.dtype), splits.tolist()] for splits in received_splits)]
 
 
-def train_some_ranks() -> dict[str, object]:
-    """Check Horovod's other features: process sets, warnings, states, refusals."""
+def use_other_features() -> dict[str, object]:
+    """Return the results of Horovod's other features: process sets, optimizer states, warnings and refusals."""
     hvd.init()
     only_first = hvd.add_process_set([0])
     weight = torch.nn.Parameter(torch.zeros(1))
@@ -85,7 +85,7 @@ def train_some_ranks() -> dict[str, object]:
     except NotImplementedError as error:
         refused = str(error)
     if rank() == 1:
-        hvd.barrier()  # so that the tensor of rank 0 is in flight when it submits another
+        hvd.barrier()  # so that the first tensor of rank 0 is in flight when it submits the second
     handle = hvd.allreduce_async(torch.ones(1), name="twice")
     try:
         refused_twice = rank() == 0 and not hvd.allreduce_async(torch.ones(1), name="twice")
@@ -211,7 +211,7 @@ if __name__ == "__main__":
         {
             "version": horovod.__version__,
             "torch": horovod.run(train_torch, np=2, hosts="localhost:2", use_gloo=True),
-            "some": run(train_some_ranks, num_proc=2),
+            "some": run(use_other_features, num_proc=2),
             "errors": run(disagree, num_proc=2),
             "tensorflow": run(train_tensorflow, num_proc=2),
             "elastic": elastic,

@@ -36,7 +36,7 @@ def set_pyspark_version(monkeypatch):
     ("version", "numbers"),
     [("3.5.0", (3, 5)), ("3.5.5-amzn-1", (3, 5)), ("4.10.0.dev0", (4, 10)), ("4.1", (4, 1)), ("unknown", (0, 0))],
 )
-def test_a_release_is_the_first_two_numbers_of_a_version(version, numbers):
+def test_a_release_consists_of_the_first_two_numbers_of_a_version(version, numbers):
     assert versions.release(version) == numbers
 
 
@@ -85,7 +85,7 @@ def test_an_unusable_version_of_spark_is_refused(set_pyspark_version, installed,
         versions.check_spark(session)
 
 
-def test_a_task_with_another_spark_than_the_driver_is_reported_in_one_sentence():
+def test_a_task_whose_spark_differs_from_the_drivers_is_reported_in_one_sentence():
     entry = entry_of(pass_batches)
     assert list(entry(iter([1]))) == [1]
     with pytest.raises(

@@ -99,7 +99,7 @@ def move_in_every_form():
     assert hvd.synchronize(hvd.grouped_allgather_async([mine]))[0].tolist() == everything.tolist()
     assert hvd.synchronize(hvd.broadcast_async(mine, 1)).tolist() == [1.0, 2.0, 3.0]
     assert mine[0] == rank, "the input must not change"
-    splits = np.arange(ranks)  # no row for rank 0, one for rank 1, ...
+    splits = np.arange(ranks)  # no row to rank 0, one row to rank 1, ...
     rows, sent_by = hvd.alltoall(np.full(splits.sum(), rank), splits)
     assert (rows.tolist(), sent_by.tolist()) == (
         [sender for sender in range(ranks) for _ in range(rank)],

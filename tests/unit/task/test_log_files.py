@@ -23,7 +23,7 @@ def content(files: LogFiles, path: str) -> bytes:
         return file.read()
 
 
-def test_lines_go_into_numbered_files_that_a_new_writer_does_not_replace(files):
+def test_lines_are_written_to_numbered_files_that_a_new_writer_does_not_replace(files):
     for text in (b"first", b"second\nthird"):
         writer = LogFileWriter(files, 3, "stdout")
         writer.write(text)
@@ -43,7 +43,7 @@ def test_a_new_writer_replaces_no_file_although_earlier_ones_were_deleted(files)
     assert content(files, "logs/rank.0/stdout.000001") == b"second\n"
 
 
-def test_large_output_is_divided_into_files_and_not_kept_in_memory(files, monkeypatch):
+def test_large_output_is_split_into_files_and_not_kept_in_memory(files, monkeypatch):
     monkeypatch.setattr(log_files, "_PART_BYTES", 1000)
     writer = LogFileWriter(files, 0, "stderr")
     for number in range(300):
@@ -103,7 +103,7 @@ def test_the_driver_shows_output_that_the_store_rejects_with_one_warning(files, 
     assert message.startswith("The stdout of rank 1 cannot be written to the Store, so it is shown here: ")
 
 
-def test_a_failing_store_is_an_error_of_the_next_write(tmp_path, monkeypatch):
+def test_the_next_write_raises_the_error_of_a_failing_store(tmp_path, monkeypatch):
     monkeypatch.setattr(log_files, "_PART_BYTES", 1)
     (tmp_path / "blocked").write_text("")
     writer = LogFileWriter(LogFiles(Store.create(str(tmp_path)), "blocked"), 0, "stdout")

@@ -56,7 +56,7 @@ def reduce_in_every_mode():
 
 
 def reduce_the_memory_of_tensors():
-    """Reduce the memory of CPU tensors in the way that NCCL reduces GPU tensors."""
+    """Reduce CPU tensors through the code path that passes the memory of GPU tensors to NCCL."""
     from sparkhvd.tensorflow import gpu  # noqa: PLC0415
 
     mine = tf.constant([[1.0, -2.0], [np.nan, np.inf]]) * (hvd.rank() + 1)
@@ -144,7 +144,7 @@ def differentiate_while_a_rank_has_joined():
 
 
 def differentiate(in_graph):
-    """Differentiate losses of `rank + 1` times a weighted sum of the result, so that gradients differ between ranks."""
+    """Differentiate `rank + 1` times a weighted sum of the result, so that gradients differ between ranks."""
     factor = hvd.rank() + 1.0
 
     def gradient_of(operation, rows=3):
@@ -195,7 +195,7 @@ def differentiate_twice(in_graph):
 
 
 def combine_captured_tensors():
-    """Capture eager tensors in a graph: each process numbers its tensors, so the numbers may differ between ranks."""
+    """Capture eager tensors in a graph; the numbers that processes give to tensors may differ between ranks."""
     for _ in range(5 * hvd.rank()):
         tf.constant(1.0)
     value = tf.constant([1.0 + hvd.rank()])
@@ -218,7 +218,7 @@ def combine_tensors_of_layers():
 
 
 def combine_with_a_missing_gradient():
-    """Compute gradients; rank 0 has none for the first variable, and joins, so that its zeros take part there."""
+    """Compute gradients while rank 0 has none for the first variable; it joins, and thereby contributes zeros."""
     variables = [tf.Variable([1.0]) for _ in range(3)]
     with tf.GradientTape() as tape:
         loss = tf.add_n([(i + 1.0) * variables[i] for i in range(hvd.rank() == 0, 3)])
@@ -261,7 +261,7 @@ def scale_in_double_precision():
 
 
 def average_integer_slices(in_graph):
-    """Average rows that several ranks have; intermediate values must not be truncated."""
+    """Average rows that several ranks have, without truncating intermediate values."""
     rank = hvd.rank()
     means_by_dtype = {}
     for dtype in (tf.uint8, tf.int8, tf.int32, tf.int64):  # TensorFlow itself cannot sum rows of uint16 and int16
@@ -396,7 +396,7 @@ def synchronize_different_variables():
     return str(caught.value)
 
 
-# The expected results.
+# The tests.
 
 
 def test_every_dtype_is_reduced_by_every_operator(group):
@@ -426,7 +426,7 @@ def test_collectives_have_gradients(group, in_graph):
     group.run(differentiate, in_graph)
 
 
-def test_gradients_are_right_while_a_rank_has_joined(group):
+def test_gradients_are_correct_while_a_rank_has_joined(group):
     assert group.run(differentiate_while_a_rank_has_joined) == [None, [[[2.0], [3.0]]] * 2]
 
 

@@ -33,7 +33,7 @@ def rows(channels_first=False):
 
 
 def rows_of_rank(uneven):
-    """Return the rows of a rank: rank 0 has one row or none, the last rank has the most."""
+    """Return the slice of the rows of this rank; rank 0 has one row or none, and the last rank has the most rows."""
     size, rank = hvd.size(), hvd.rank()
     starts = {(2, 1): [0, 1, 9], (3, 1): [0, 1, 3, 9], (2, 0): [0, 0, 9], (3, 0): [0, 0, 4, 9]}[size, uneven]
     return slice(starts[rank], starts[rank + 1])
@@ -148,7 +148,7 @@ def penalize_gradients(in_graph, masked):
 
 
 def call_a_layer_in_inference_mode_on_one_rank():
-    """Call the layer only on rank 0."""
+    """Call the layer only on rank 0; the call does not wait for rank 1."""
     layer = hvd.SyncBatchNormalization()
     if hvd.rank() == 0:
         assert layer(tf.ones([2, 3])).numpy() == pytest.approx(1.0, abs=1e-3)
@@ -180,7 +180,7 @@ def refuse_no_rows_at_all():
         hvd.SyncBatchNormalization()(tf.zeros([0, 3]), training=True)
 
 
-# The expected results.
+# The tests.
 
 
 @pytest.mark.parametrize(

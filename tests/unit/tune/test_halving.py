@@ -32,7 +32,7 @@ def test_invalid_numbers_are_refused(numbers):
         SuccessiveHalving(*numbers)
 
 
-def test_one_of_three_is_promoted_as_soon_as_three_have_reached_the_rung():
+def test_the_best_of_three_trials_is_promoted_as_soon_as_all_three_have_reached_the_rung():
     ladder = Ladder(rungs=3, factor=3)
     for trial, score in enumerate([0.5, 0.3]):
         ladder.reach(0, trial, score)
@@ -66,7 +66,7 @@ def test_a_better_trial_is_promoted_from_a_lower_rung_before_the_search_closes()
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=40), st.integers(1, 4), st.integers(2, 4))
 def test_the_best_trial_completes_and_no_trial_skips_a_rung(scores, rungs, factor):
-    """Act like one worker: promote a trial if possible, otherwise start one; a trial keeps its score."""
+    """Act like a search with one worker: promote a trial if possible, otherwise start one; scores do not change."""
     ladder = Ladder(rungs, factor)
     reached = [[] for _ in range(rungs)]
     waiting = list(enumerate(scores))

@@ -280,7 +280,7 @@ def test_a_state_that_cannot_be_synchronized_ends_the_job():
     assert decide(fewer, LIMITS, 0.0) == [Form((0,))]
 
 
-def test_workers_that_all_fail_before_they_are_ready_end_the_job():
+def test_the_job_ends_if_all_workers_fail_before_they_are_ready():
     failed = View(0, (member(9, Phase.STARTING),), {"a": 3}, failed_starts=MAX_FAILED_STARTS * LIMITS.num_proc)
     (failure,) = decide(failed, LIMITS, 1.0)
     assert isinstance(failure, Fail)
@@ -313,7 +313,7 @@ def test_a_generation_of_the_largest_size_admits_no_worker():
     assert decide(running_job(*members, slots=4), LIMITS, 9.0) == []
 
 
-def test_a_withdrawn_member_with_the_newest_commit_hands_over_its_state_first():
+def test_a_member_without_a_slot_passes_on_the_newest_commit_before_it_leaves():
     waiting_survivor = waiting(1, 2, generation=1, rank=1)
     incomplete = broken_job(running(0, 0), waiting_survivor, slots=1)
     assert not any(isinstance(decision, Stop) for decision in decide(incomplete, LIMITS, 0.0))
@@ -321,7 +321,7 @@ def test_a_withdrawn_member_with_the_newest_commit_hands_over_its_state_first():
     assert decide(both, LIMITS, 0.0) == [Form((1, 0))]
 
 
-def test_a_new_generation_without_the_newest_worker_of_the_host_forms_when_a_slot_is_withdrawn():
+def test_the_newest_worker_of_a_host_leaves_after_a_new_generation_when_a_slot_is_withdrawn():
     view = running_job(running(0, 0), running(1, 1), slots=1)
     assert decide(view, LIMITS, 0.0) == [Notify()]
     arrived = (waiting(0, 2, generation=1, rank=0), waiting(1, 2, generation=1, rank=1))
@@ -359,7 +359,7 @@ def test_an_error_that_returns_without_progress_ends_the_job_once_the_survivors_
         )
 
 
-def test_max_same_errors_sets_how_often_an_error_may_return():
+def test_max_same_errors_limits_how_often_an_error_may_return():
     returns = {"same_error": "ValueError: no luck", "same_errors": 1}
     (failure,) = decide(broken_job(**returns), dataclasses.replace(LIMITS, max_same_errors=1, max_restarts=9), 0.0)
     assert failure.why == "The job has ended, because max_same_errors=1."

@@ -1,4 +1,4 @@
-"""The roster alone, and random histories of roster and policy together."""
+"""Test the roster alone, and the roster together with the policy in random histories."""
 
 from __future__ import annotations
 
@@ -474,7 +474,7 @@ def test_every_history_leads_to_valid_generations_and_to_an_end(  # noqa: PLR091
             break
         simulation.step(action, pick, seconds)
         simulation.settle()
-    for _ in range(40):  # from now on, no worker reports: every wait must have a limit
+    for _ in range(40):  # no worker reports from now on, so every wait must have a limit
         if simulation.end is not None:
             break
         simulation.now += 5.0

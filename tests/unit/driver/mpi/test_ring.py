@@ -74,7 +74,7 @@ def test_the_driver_chooses_addresses_at_which_the_tasks_reach_each_other(hidden
         assert [link.server.address for link in links] == addresses
 
 
-def test_a_host_that_only_the_driver_reaches_is_named_with_its_addresses():
+def test_the_error_names_a_host_that_only_the_driver_reaches_with_its_addresses():
     addresses = "{'node-1': ['eth0 127.0.1.1', 'eth1 127.0.1.2']}"
     message = (
         f"Some hosts have no address at which both the driver and another host reach them: {addresses}. Name the right"

@@ -76,7 +76,7 @@ def test_a_task_index_out_of_range_is_refused():
         )
 
 
-def test_agents_receive_only_the_server_of_a_known_host():
+def test_agents_receive_only_the_servers_of_known_hosts():
     driver = service()
     server = registration(0).servers[0]
     driver.serve_hosts({"sparkhvd-a": server})

@@ -45,7 +45,7 @@ def test_identical_tasks_pass_every_check():
         ({"shared_memory": 64 << 20}, "shared memory", Verdict.WARN, "64 MiB in /dev/shm on host node-b"),
     ],
 )
-def test_a_task_that_differs_is_reported_with_a_remedy(changes, name, verdict, words):
+def test_a_difference_between_tasks_is_reported_with_a_remedy(changes, name, verdict, words):
     other = replace(TASK, **{"task_index": 1, "host": "node-b", "host_hash": "b", **changes})
     check = next(check for check in cluster_checks([TASK, other], VERSIONS) if check.name == name)
     assert check.verdict is verdict

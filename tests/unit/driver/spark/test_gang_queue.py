@@ -1,4 +1,4 @@
-"""The order in which jobs start, and the limit of the slots that they hold."""
+"""The order in which jobs start, and the limit on the slots that they hold."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_jobs_that_fit_run_at_the_same_time(jobs):
     assert jobs.has_started("a", "b", "c")
 
 
-def test_a_small_job_does_not_overtake_a_large_one_that_came_first(jobs, caplog):
+def test_a_small_job_does_not_overtake_a_large_job_that_was_submitted_first(jobs, caplog):
     caplog.set_level(logging.INFO, "sparkhvd")
     jobs.submit("a", 3)
     jobs.submit("large", 4)
@@ -81,7 +81,7 @@ def test_a_small_job_does_not_overtake_a_large_one_that_came_first(jobs, caplog)
     assert jobs.has_started("a", "large", "small")
 
 
-def test_a_job_of_a_higher_priority_starts_first(jobs):
+def test_a_job_with_a_higher_priority_starts_first(jobs):
     jobs.submit("a", 4)
     for name, priority in [("b", 0), ("urgent", 2), ("later", -1), ("c", 0), ("also urgent", 2)]:
         jobs.submit(name, 4, priority=priority)
@@ -157,7 +157,7 @@ def test_a_job_that_fails_while_it_waits_or_runs_leaves_the_queue(jobs):
     assert jobs.queue.jobs() == ([], [])
 
 
-def test_jobs_of_random_sizes_never_hold_more_than_all_slots_and_all_end():
+def test_jobs_of_random_sizes_never_hold_more_slots_than_exist_and_all_of_them_end():
     draw, queue = random.Random(3), GangQueue()
     held, most_held, lock = 0, 0, threading.Lock()
 

@@ -69,7 +69,7 @@ def test_the_message_names_the_host_of_a_task():
     assert failure.startswith("Spark aborted the job: task 1 on host node-b failed with ValueError: no luck.")
 
 
-def test_the_message_names_the_rank_and_phase_of_a_task_that_has_reported_them():
+def test_the_message_contains_the_rank_and_phase_that_a_task_has_reported():
     error = RuntimeError(f"{ABORTED}ExecutorLostFailure (executor 2 exited) Reason: gone")
     failure = spark_failure(error, tasks={1: TaskStatus(1, 3, "node-b", 9, "in fn")})
     assert failure.startswith("Spark aborted the job: executor 2, which ran task 1 (rank 3, in fn), was lost (gone).")

@@ -11,7 +11,7 @@ from sparkhvd.errors import SlotsError
 
 
 def cluster(master: str, *counts: int, task_cpus: int = 1) -> Cluster:
-    """Return a cluster that reports these numbers of slots in turn, and then always the last one."""
+    """Return a cluster that reports these numbers of slots one after another, and then keeps the last number."""
     series = itertools.chain(counts, itertools.repeat(counts[-1] if counts else 0))
     return Cluster(master, task_cpus, lambda _: next(series))
 

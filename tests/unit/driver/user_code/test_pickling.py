@@ -109,7 +109,7 @@ def test_pickles_of_two_processes_with_the_same_code_share_their_classes(project
     model = bytes.fromhex(run_in_new_process(other, path=tmp_path))
     function = dumps(project.predicted, importable_nowhere)
     assert run_in_new_process("print(objects[1](objects[0], 21))", model, function) == "21"
-    assert cloudpickle.loads(function)(cloudpickle.loads(model), 21) == 21, "here too"
+    assert cloudpickle.loads(function)(cloudpickle.loads(model), 21) == 21, "the pickles also match in this process"
 
 
 def test_code_that_executors_can_import_is_sent_by_name(project, tmp_path):
@@ -125,7 +125,7 @@ def test_loading_a_class_where_it_is_defined_returns_the_original_class(project)
     assert project.Scale.__call__ is method
     project.Scale.factor = 2
     assert run_in_new_process("print(objects[0](21))", dumps(copied, importable_nowhere)) == "42", (
-        "the current attributes"
+        "the class has its current attributes"
     )
 
 

@@ -27,7 +27,7 @@ def test_the_message_names_versions_that_differ_from_the_drivers_with_their_host
     assert many.startswith("keras is 3.1 on the driver, 3.0 on n0, n1, n2, n3, n4 and 2 more hosts. ")
 
 
-def test_frameworks_in_use_are_those_loaded_and_those_that_ranks_will_load(monkeypatch):
+def test_frameworks_in_use_are_loaded_or_will_be_loaded_by_the_ranks(monkeypatch):
     for name in ("torch", "keras", "tensorflow", "lightning", "pytorch_lightning"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     assert frameworks_in_use(()) == ()

@@ -105,7 +105,7 @@ def result(worker: WorkerProcess, fn: Callable[..., object], *args: object, comm
 
 
 def where_imported() -> tuple[int, int]:
-    """Return the process that imported the module, and this process."""
+    """Return the ids of the process that imported the module and of this process."""
     import imported_once  # noqa: PLC0415
 
     return imported_once.IMPORTED_IN, os.getpid()
@@ -131,7 +131,7 @@ def test_a_template_is_forked_while_no_other_thread_imports(recording_module, tm
     nothing = importlib.import_module("slowly_imported").nothing
 
     class Commits:
-        """Imports the module in the process that unpickles it."""
+        """An object whose unpickling imports the module."""
 
         def __reduce__(self):
             return nothing, ()
@@ -254,7 +254,7 @@ def lower_the_limit_of_open_files(_: Path) -> Callable[[], object]:
 
 
 def ignore_a_signal(_: Path) -> Callable[[], object]:
-    before = signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # under nohup, SIGHUP is already ignored
+    before = signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # not SIGHUP, which nohup already ignores
     return lambda: signal.signal(signal.SIGUSR2, before)
 
 
