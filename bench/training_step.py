@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 import sparkhvd
 import sparkhvd.torch as hvd
-from examples.synthetic_benchmark import resnet18
+from examples.synthetic_benchmark import torch_network
 
 Step = Callable[[], None]
 
@@ -65,7 +65,7 @@ def measure(seconds: float, gloo_port: int) -> list[Row]:
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{gloo_port}", rank=hvd.rank(), world_size=hvd.size())
     rows = [
         _network("MLP", mlp, torch.randn(64, 784), seconds),
-        _network("ResNet-18", lambda: resnet18(64, 10), torch.randn(8, 3, 64, 64), seconds),
+        _network("ResNet-18", lambda: torch_network("resnet18", 64, 10, 64), torch.randn(8, 3, 64, 64), seconds),
     ]
     hvd.barrier()
     dist.destroy_process_group()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -11,7 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
+from examples.synthetic_benchmark import torch_network
 from tests.scripts import run_in_session
 
 if TYPE_CHECKING:
@@ -86,13 +89,50 @@ def test_ray_tune_digits_trains_a_trial_on_two_ranks(tmp_path: Path, monkeypatch
     assert float(re.search(r"held-out accuracy, 2 ranks: ([\d.]+)%", output)[1]) > 5
 
 
-def test_synthetic_benchmark_prints_images_per_second_per_rank_and_in_total(tmp_path: Path) -> None:
-    small = ["--width", "4", "--image-size", "32", "--batch-size", "2", "--num-classes", "10"]
-    short = ["--num-warmup-batches", "1", "--num-batches-per-iter", "1", "--num-iters", "2"]
-    output = _run(tmp_path, "synthetic_benchmark.py", "--num-proc", "2", "--fp16-allreduce", *small, *short)
-    assert re.search(r"^rank 0: \d+\.\d \+- \d+\.\d images/s$", output, re.MULTILINE)
-    assert re.search(r"^rank 1: \d+\.\d \+- \d+\.\d images/s$", output, re.MULTILINE)
-    assert re.search(r"^total of 2 ranks: \d+\.\d \+- \d+\.\d images/s$", output, re.MULTILINE)
+_SMALL_NETWORK = ("--width", "4", "--image-size", "32", "--batch-size", "2", "--num-classes", "10")
+_FEW_BATCHES = ("--num-warmup-batches", "1", "--num-batches-per-iter", "1", "--num-iters", "2")
+
+
+def test_synthetic_benchmark_prints_images_per_second_as_horovod_does(tmp_path: Path) -> None:
+    arguments = ["--model", "resnet50", "--num-proc", "2", "--fp16-allreduce", *_SMALL_NETWORK, *_FEW_BATCHES]
+    output = _run(tmp_path, "synthetic_benchmark.py", *arguments)
+    iterations = re.findall(r"^Iter #\d: (\d+\.\d) img/sec per CPU$", output, re.MULTILINE)
+    mean = float(re.search(r"^Img/sec per CPU: (\d+\.\d) \+-\d+\.\d$", output, re.MULTILINE)[1])
+    total = float(re.search(r"^Total img/sec on 2 CPU\(s\): (\d+\.\d) \+-\d+\.\d$", output, re.MULTILINE)[1])
+    assert mean == pytest.approx(sum(map(float, iterations)) / 2, abs=0.11)
+    assert total == pytest.approx(2 * mean, abs=0.21)
+    assert float(re.search(r"^Slowest rank: [01], (\d+\.\d) img/sec$", output, re.MULTILINE)[1]) <= mean + 0.1
+
+
+def test_scaling_study_compares_numbers_of_ranks(tmp_path: Path) -> None:
+    strong = ["--num-proc", "2", "1", "--total-batch-size", "4", "--results", "results.jsonl"]
+    output = _run(tmp_path, "scaling_study.py", *strong, *_SMALL_NETWORK, *_FEW_BATCHES)
+    one, two = (json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines())
+    assert [one["ranks"], two["ranks"]] == [1, 2]
+    assert [one["options"]["batch_size"], two["options"]["batch_size"]] == [4, 2]
+    rows = re.findall(r"^average +(\d) +([\d.]+) \+-[\d. ]+ (\d+)% +([\d.]+) ms", output, re.MULTILINE)
+    assert [float(speed) for _, speed, _, _ in rows] == [one["speed"], two["speed"]]
+    assert [int(efficiency) for _, _, efficiency, _ in rows] == [100, round(50 * two["speed"] / one["speed"])]
+    assert float(rows[1][3]) == pytest.approx(4000 / two["speed"], abs=0.06), "the step of both ranks has 4 images"
+
+
+@pytest.mark.soak
+def test_scaling_study_measures_keras_and_every_exchange(tmp_path: Path) -> None:
+    exchanges = ("average", "fp16", "adasum", "every 4th")
+    keras = ["--framework", "keras", "--model", "vgg16", "--launcher", "sparkhvdrun", "--num-proc", "1", "2"]
+    output = _run(tmp_path, "scaling_study.py", *keras, "--exchange", *exchanges, *_SMALL_NETWORK, *_FEW_BATCHES)
+    rows = re.findall(r"^(average|fp16|adasum|every 4th) +([12]) .*%", output, re.MULTILINE)
+    assert rows == [(exchange, ranks) for exchange in exchanges for ranks in "12"]
+
+
+@pytest.mark.parametrize(
+    ("model", "parameters"), [("resnet18", 11_689_512), ("resnet50", 25_557_032), ("vgg16", 138_357_544)]
+)
+def test_networks_of_the_benchmark_have_the_published_numbers_of_parameters(model: str, parameters: int) -> None:
+
+    with torch.device("meta"):
+        network = torch_network(model, 64, 1000, 224)
+    assert sum(parameter.numel() for parameter in network.parameters()) == parameters
 
 
 @pytest.mark.spark
