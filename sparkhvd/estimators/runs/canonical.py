@@ -74,15 +74,18 @@ class TensorContent:
         dtype: the type of its elements.
         shape: its shape.
         elements: the bytes of its elements.
+        kind: its class and other properties, if it is not a plain tensor.
     """
 
     dtype: str
     shape: tuple[int, ...]
     elements: bytes
+    kind: str = ""
 
 
 def _content_form(content: TensorContent) -> list[object]:
-    return [content.dtype, list(content.shape), hashlib.sha256(content.elements).hexdigest()]
+    digest = hashlib.sha256(content.elements).hexdigest()
+    return [content.dtype, list(content.shape), digest, *([content.kind] if content.kind else [])]
 
 
 _SCALARS = (bool, int, float, str)
@@ -186,7 +189,8 @@ class CanonicalForm:
         if value_class in _USUAL_CLASSES:
             return []
         if module_is_installed(value_class.__module__):
-            return [{"class": qualified_name(value_class)}]
+            fields = getattr(value, "__fields__", None)  # the names in a Row of Spark
+            return [{"class": qualified_name(value_class)}, *([] if fields is None else [self.of(fields)])]
         return [{"class": self.of(value_class), "attributes": self._attributes_form(_attributes(value))}]
 
     def _attributes_form(self, attributes: Mapping[str, object]) -> object:
@@ -197,7 +201,9 @@ class CanonicalForm:
         """Return the digest of an array's numbers, with the mask and the class of an unusual one."""
         for read_content in self._content_readers:
             if (content := read_content(value)) is not None:
-                return _content_form(content)
+                attributes = sorted(_attributes(value).items())
+                forms = [(name, self.if_describable(item)) for name, item in attributes if name[:8] != "_dynamo_"]
+                return [*_content_form(content), *forms]
         plain = np.asarray(value.numpy() if hasattr(value, "numpy") else value)
         if plain.dtype.hasobject:
             form: list[object] = [str(plain.dtype), plain.shape, self.of(plain.tolist())]
@@ -293,7 +299,7 @@ class CanonicalForm:
                 part for accessor in _FUNCTION_ATTRIBUTES if (part := getattr(item, accessor, None)) is not None
             ]
             for part in functions if functions and isinstance(item, _FUNCTION_DESCRIPTORS) else [item]:
-                if isinstance(part, FunctionType) or not name.startswith("__"):
+                if isinstance(part, FunctionType) or name not in _USUAL_CLASS_ATTRIBUTES:
                     parts += [[name, form] for form in self.if_describable(part)]
         metaclass = [] if module_is_installed(type(value).__module__) else [self.of(type(value))]
         return [qualified_name(value), parts, [self.of(base) for base in value.__bases__], *metaclass]
@@ -330,6 +336,26 @@ _FUNCTION_DESCRIPTORS = (property, classmethod, staticmethod, functools.cached_p
 _FUNCTION_ATTRIBUTES = ("__func__", "fget", "fset", "fdel", "func")
 
 
+# What Python and dataclasses set in every class; functions among them count all the same.
+_USUAL_CLASS_ATTRIBUTES = frozenset(
+    {
+        *(
+            "__module__",
+            "__qualname__",
+            "__doc__",
+            "__dict__",
+            "__weakref__",
+            "__slots__",
+            "__hash__",
+            "__annotations__",
+        ),
+        *("__annotate__", "__annotate_func__", "__annotations_cache__", "__firstlineno__", "__static_attributes__"),
+        *("__abstractmethods__", "_abc_impl", "__orig_bases__", "__parameters__", "__type_params__", "__match_args__"),
+        *("__dataclass_fields__", "__dataclass_params__", "__classcell__", "__final__", "__slotnames__"),
+    }
+)
+
+
 # The classes of collections and arrays that the rest of a form implies or that behave alike.
 _USUAL_CLASSES = frozenset(
     {list, dict, OrderedDict, defaultdict, MappingProxyType, set, frozenset, deque, array, np.ndarray, np.memmap}
@@ -356,7 +382,16 @@ def _is_constant(value: object) -> bool:
 
 
 def _attributes(value: object) -> dict[str, object]:
-    return dict(getattr(value, "__dict__", {}))
+    """Return the attributes of an object by name, including those in slots."""
+    names = [name for base in type(value).__mro__ for name in _slots_of(base)]
+    return {name: getattr(value, name) for name in names if hasattr(value, name)} | getattr(value, "__dict__", {})
+
+
+def _slots_of(base: type) -> list[str]:
+    slots = vars(base).get("__slots__", ())
+    names = [slots] if isinstance(slots, str) else list(slots)
+    private = base.__name__.lstrip("_")
+    return [f"_{private}{name}" if name.startswith("__") and not name.endswith("__") else name for name in names]
 
 
 def code_form(code: CodeType) -> list[object]:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import functools
+import io
+import pickletools
+import re
 import sys
+import zipfile
 from types import BuiltinFunctionType, CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +25,12 @@ from sparkhvd.estimators.runs.function_globals import module_is_installed
 if TYPE_CHECKING:
     import torch
 
-# Attributes of every PyTorch optimizer. The groups, with the defaults, and the state are described separately, and a
-# scheduler replaces ``step``.
-_STANDARD_ATTRIBUTES = frozenset({"defaults", "param_groups", "state", "step"})
+# Attributes of every PyTorch optimizer. The groups and the state are described separately, and a scheduler replaces
+# ``step``.
+_STANDARD_ATTRIBUTES = frozenset({"param_groups", "state", "step"})
+_STANDARD_HOOKS = re.compile(r"_optimizer_\w+_hooks$")
+# TorchScript appends to the name of a class how many classes the process has compiled.
+_NUMBER_OF_CLASS = re.compile(r"___torch_mangle_\d+")
 
 
 def describe(value: Any, form: CanonicalForm) -> list[object] | None:
@@ -48,13 +55,17 @@ def contents(value: object) -> TensorContent | None:
         return None
     dense = value.to_dense().detach().cpu().contiguous()
     elements = dense.flatten().view(torch.uint8).numpy().tobytes()  # NumPy lacks some types, such as bfloat16
-    return TensorContent(str(value.dtype), tuple(dense.shape), elements)
+    kind = "" if type(value) is torch.Tensor and not value.requires_grad else f"{type(value)} {value.requires_grad}"
+    return TensorContent(str(value.dtype), tuple(dense.shape), elements, kind)
 
 
 def _state_form(form: CanonicalForm, value: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> list[object]:
-    """Return an optimizer's state for each parameter, in a list; empty before the first step."""
+    """Return an optimizer's state for each parameter, and any other state; empty before the first step."""
     state = getattr(value, "state", None) or {}
-    return [[form.of(state.get(weight)) for group in groups for weight in group["params"]]] if state else []
+    weights = [weight for group in groups for weight in group["params"]]
+    ids = set(map(id, weights))
+    other = {key: item for key, item in state.items() if id(key) not in ids}
+    return [[form.of(state.get(weight)) for weight in weights], *([form.of(other)] if other else [])] if state else []
 
 
 def _optimizer_attribute_forms(form: CanonicalForm, value: object) -> list[object]:
@@ -63,7 +74,7 @@ def _optimizer_attribute_forms(form: CanonicalForm, value: object) -> list[objec
     attributes = {
         name: form.if_describable(item)
         for name, item in sorted(vars(value).items())
-        if name not in _STANDARD_ATTRIBUTES and not name.endswith("_hooks") and not (installed and name.startswith("_"))
+        if name not in _STANDARD_ATTRIBUTES and not _STANDARD_HOOKS.match(name) and not (installed and name[0] == "_")
     }
     hooks = _hook_forms(form, value, "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     return [sorted({**attributes, **hooks}.items())] if attributes or hooks else []
@@ -96,9 +107,30 @@ def _module_form(form: CanonicalForm, value: torch.nn.Module) -> list[object]:
     exact = form.weights or not weights
     buffers = [(name, form.of_tensor(buffer, exact=exact)) for name, buffer in value.named_buffers()]
     modules = [(name, _submodule_form(form, module, exact=exact)) for name, module in value.named_modules()]
-    # A training sets the mode of the whole module, but Lightning keeps the modes of its parts.
-    fixed = [name for name, module in value.named_modules() if value.training and not module.training]
-    return [modules, weights, buffers, *([fixed] if fixed else [])]
+    # A training sets the mode of the whole model, but Lightning keeps the modes of its parts. Of other modules, such as
+    # a loss, it keeps all modes.
+    keeps_modes = value.training or form.parameter != "model"
+    fixed = [name for name, module in value.named_modules() if keeps_modes and not module.training]
+    return [modules, weights, buffers, *([fixed] if fixed else []), *_script_form(value)]
+
+
+def _script_form(value: torch.nn.Module) -> list[object]:
+    """Return the code, the constants and the plain attributes of a module of TorchScript, without its weights."""
+    if not callable(getattr(value, "save_to_buffer", None)):
+        return []
+    content = []
+    with zipfile.ZipFile(io.BytesIO(value.save_to_buffer())) as archive:
+        for path in archive.namelist():
+            file = path.partition("/")[2]
+            data = archive.read(path)
+            if file.startswith("constants/"):
+                content.append([file, data.hex()])
+            elif file.endswith(".py"):
+                content.append([_NUMBER_OF_CLASS.sub("", part) for part in (file, data.decode())])
+            elif file in {"data.pkl", "constants.pkl"}:
+                steps = [(step.name, str(argument)) for step, argument, _ in pickletools.genops(data)]
+                content.append([file, *(_NUMBER_OF_CLASS.sub("", f"{name} {argument}") for name, argument in steps)])
+    return [sorted(content)]
 
 
 def _is_argument(value: object) -> bool:

@@ -19,6 +19,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from pyspark.sql import Row
 from torch.nn import functional
 from torch.optim.lr_scheduler import StepLR
 from torchmetrics import MeanAbsoluteError, MeanSquaredError
@@ -221,6 +222,14 @@ PAIRS = {
     ),
     "attributes of parameters": (lambda: torch.nn.Linear(2, 3), lambda: with_mark(torch.nn.Linear(2, 3))),
     "layers in evaluation mode": (lambda: normalized(fixed=False), lambda: normalized(fixed=True)),
+    "modes of losses": (lambda: with_mode(True), lambda: with_mode(False)),
+    "other states of optimizers": (lambda: with_state({"step": 1}), lambda: with_state({"step": 5})),
+    "defaults of optimizers": (lambda: with_state({}, lr=0.1), lambda: with_state({}, lr=0.2)),
+    "gradients of tensors": (lambda: torch.ones(2), lambda: torch.ones(2, requires_grad=True)),
+    "classes of tensors": (lambda: torch.ones(2, requires_grad=True), lambda: torch.nn.Parameter(torch.ones(2))),
+    "attributes of tensors": (lambda: torch.ones(2), lambda: with_scale(torch.ones(2))),
+    "fields of rows": (lambda: Row(mean=0.0, deviation=1.0), lambda: Row(deviation=0.0, mean=1.0)),
+    "lists with slots": (lambda: SlottedList(1), lambda: SlottedList(2)),
     "parametrizations": (lambda: parametrized(2), lambda: parametrized(3)),
     "keys of parameter groups": (lambda: grouped(False), lambda: grouped(True)),
     "sets of losses": (lambda: with_attribute({1, 2}), lambda: with_attribute({1, 3})),
@@ -238,7 +247,10 @@ PAIRS = {
         lambda: excluding(1, scaled=True),
     ),
     "referenced Keras layers": (lambda: with_keras_reference(0), lambda: with_keras_reference(1)),
-    "scripted modules": (lambda: scripted(torch.nn.ReLU), lambda: scripted(torch.nn.Tanh)),
+    "scripted modules": (lambda: scripted(torch.nn.ReLU()), lambda: scripted(torch.nn.Tanh())),
+    "attributes of scripted modules": (lambda: scripted(Times(2)), lambda: scripted(Times(3))),
+    "functions of scripted modules": (lambda: scripted(Calling(doubled)), lambda: scripted(Calling(tripled))),
+    "constants of traced modules": (lambda: traced(2), lambda: traced(3)),
     "weights of optimizers": (lambda: optimizing(0), lambda: optimizing(1)),
     "weights of Keras losses": (lambda: compiled(loss_weights=[1.0]), lambda: compiled(loss_weights=[2.0])),
     "weighted metrics of Keras": (
@@ -320,7 +332,55 @@ def with_reference(index, name=None):
 def scripted(activation):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # PyTorch's torch.jit
-        return torch.jit.script(torch.nn.Sequential(torch.nn.Linear(2, 2), activation()))
+        return torch.jit.script(torch.nn.Sequential(torch.nn.Linear(2, 2), activation))
+
+
+def traced(factor):
+    module = Times(1)
+    module.factor = torch.tensor(float(factor))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.trace(module, torch.ones(1, 2))
+
+
+def doubled(rows: torch.Tensor) -> torch.Tensor:
+    return rows * 2
+
+
+def tripled(rows: torch.Tensor) -> torch.Tensor:
+    return rows * 3
+
+
+class Calling(torch.nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, rows):
+        return self.function(rows)
+
+
+class SlottedList(list):
+    __slots__ = ("number",)
+
+    def __init__(self, number):
+        self.number = number
+
+
+def with_mode(training):
+    return torch.nn.Dropout(0.1).train(training)
+
+
+def with_state(state, **defaults):
+    optimizer = torch.optim.SGD(torch.nn.Linear(2, 3).parameters(), lr=0.1)
+    optimizer.state.update(state)
+    optimizer.defaults.update(defaults)
+    return optimizer
+
+
+def with_scale(tensor):
+    tensor.scale = 2
+    return tensor
 
 
 def optimizing(index):
@@ -398,6 +458,17 @@ WRITTEN = {
     ),
     "attributes of optimizers": (
         "made = torch.optim.SGD(Linear(2, 3).parameters())\nmade.factor = @",
+        "1",
+        "2",
+    ),
+    "attributes of optimizers that end like hooks": (
+        "made = torch.optim.SGD(Linear(2, 3).parameters())\nmade.my_hooks = [@]",
+        "1",
+        "2",
+    ),
+    "operators of classes": ("class C:\n  __call__ = @\nmade = C()", "abs", "round"),
+    "partial operators of classes": (
+        "class C:\n  def f(self, x):\n    return x\n  __call__ = functools.partialmethod(f, @)\nmade = C()",
         "1",
         "2",
     ),
