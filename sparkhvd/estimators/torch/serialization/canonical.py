@@ -116,10 +116,11 @@ def _module_form(form: CanonicalForm, value: torch.nn.Module) -> list[object]:
 
 def _script_form(value: torch.nn.Module) -> list[object]:
     """Return the code, the constants and the plain attributes of a module of TorchScript, without its weights."""
-    if not callable(getattr(value, "save_to_buffer", None)):
+    save: Any = getattr(value, "save_to_buffer", None)
+    if not callable(save):
         return []
     content = []
-    with zipfile.ZipFile(io.BytesIO(value.save_to_buffer())) as archive:
+    with zipfile.ZipFile(io.BytesIO(save())) as archive:
         for path in archive.namelist():
             file = path.partition("/")[2]
             data = archive.read(path)
