@@ -328,6 +328,12 @@ def test_nondeterministic_rows_are_never_reused(spark, source):
     values = "SELECT * FROM VALUES (1, 'a,b'), (2, 'c') AS t(x, s)"
     others = "SELECT * FROM VALUES (1, 'a'), (2, 'b,c') AS t(x, s)"
     assert fingerprint(spark.sql(values)) == fingerprint(spark.sql(values)) != fingerprint(spark.sql(others))
+    views = []
+    for where in ("x > 1", "x > 1", "x > 2"):
+        df.where(where).createOrReplaceTempView("chosen")
+        views.append(fingerprint(spark.table("chosen")))
+    assert views[0] == views[1] != views[2]
+    assert views[0] is not None
     same = functions.udf(lambda x: x, "long")
     unknown = {
         "random": df.withColumn("r", functions.rand(1)),

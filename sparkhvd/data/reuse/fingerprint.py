@@ -78,8 +78,14 @@ _PLAN_PACKAGE = "org.apache.spark.sql.catalyst.plans.logical."
 _SAMPLE = f"{_PLAN_PACKAGE}Sample"
 _EXPRESSION_PACKAGE = "org.apache.spark.sql.catalyst.expressions."
 _FUNCTION = f"{_EXPRESSION_PACKAGE}ScalaUDF"
-# Fields of the JSON of caches and functions that are ignored: how a cache is filled, and repetitions.
-_IGNORED_FIELDS = {_CACHE: ("cacheBuilder", "outputOrdering"), _FUNCTION: ("inputEncoders", "outputEncoder")}
+_VIEW = f"{_PLAN_PACKAGE}View"
+# Fields of the JSON of caches, functions and views that are ignored: how a cache is filled, repetitions, and the time
+# when a view was created.
+_IGNORED_FIELDS = {
+    _CACHE: ("cacheBuilder", "outputOrdering"),
+    _FUNCTION: ("inputEncoders", "outputEncoder"),
+    _VIEW: ("desc",),
+}
 _EXPRESSION_ID = re.compile(r'"id":(\d+),"jvmId":"[^"]*"')
 # The random id of a transformer, which is part of the names of its fields.
 _TRANSFORMER_ID = re.compile(r"(?<=_)VectorAssembler_[0-9a-f]{12}")

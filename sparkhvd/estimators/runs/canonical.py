@@ -20,7 +20,14 @@ import numpy as np
 
 from sparkhvd._util.frameworks import frameworks
 from sparkhvd.errors import ParamError
-from sparkhvd.estimators.runs.function_globals import code_names, globals_of, imports_of, module_is_installed
+from sparkhvd.estimators.runs.function_globals import (
+    code_names,
+    digests_of,
+    globals_of,
+    imports_of,
+    module_is_installed,
+    passed_globals,
+)
 
 
 def canonical_form(value: object, name: str = "a parameter", *, weights: bool = False) -> object:
@@ -188,10 +195,11 @@ class CanonicalForm:
         value_class = type(value)
         if value_class in _USUAL_CLASSES:
             return []
-        if module_is_installed(value_class.__module__):
-            fields = getattr(value, "__fields__", None)  # the names in a Row of Spark
-            return [{"class": qualified_name(value_class)}, *([] if fields is None else [self.of(fields)])]
-        return [{"class": self.of(value_class), "attributes": self._attributes_form(_attributes(value))}]
+        attributes = _attributes(value)
+        if not module_is_installed(value_class.__module__):
+            return [{"class": self.of(value_class), "attributes": self._attributes_form(attributes)}]
+        fields = {"fields": self._attributes_form(attributes)} if attributes and isinstance(value, tuple) else {}
+        return [{"class": qualified_name(value_class), **fields}]  # a Row of Spark keeps the names of its fields
 
     def _attributes_form(self, attributes: Mapping[str, object]) -> object:
         """Return the form of an object's attributes, whose order does not count."""
@@ -199,11 +207,14 @@ class CanonicalForm:
 
     def _array_form(self, value: object) -> object:
         """Return the digest of an array's numbers, with the mask and the class of an unusual one."""
-        for read_content in self._content_readers:
-            if (content := read_content(value)) is not None:
-                attributes = sorted(_attributes(value).items())
-                forms = [(name, self.if_describable(item)) for name, item in attributes if name[:8] != "_dynamo_"]
-                return [*_content_form(content), *forms]
+        try:
+            for read_content in self._content_readers:
+                if (content := read_content(value)) is not None:
+                    attributes = sorted(_attributes(value).items())
+                    forms = [(name, self.if_describable(item)) for name, item in attributes if name[:8] != "_dynamo_"]
+                    return [*_content_form(content), *forms]
+        except Exception as error:
+            raise self._unknown_error(value, error) from error
         plain = np.asarray(value.numpy() if hasattr(value, "numpy") else value)
         if plain.dtype.hasobject:
             form: list[object] = [str(plain.dtype), plain.shape, self.of(plain.tolist())]
@@ -243,11 +254,7 @@ class CanonicalForm:
             by_table = copyreg.dispatch_table.get(type(value))
             parts = by_table(value) if by_table is not None else value.__reduce_ex__(2)
         except Exception as error:
-            raise ParamError(
-                f"resume='auto' identifies a run by its parameters, but {self.parameter} holds a "
-                f"{qualified_name(type(value))}, whose content cannot be determined ({type(error).__name__}: "
-                f"{error}). Pass a run_id instead."
-            ) from error
+            raise self._unknown_error(value, error) from error
         if isinstance(parts, str):
             wrapped = getattr(value, "__wrapped__", None)  # the function in an lru_cache
             return [qualified_name(type(value)), parts, *([] if wrapped is None else [self.of(wrapped)])]
@@ -256,11 +263,24 @@ class CanonicalForm:
         states = [items.pop(2)] if len(items) > 2 and type(items[2]) is dict and all(map(_is_name, items[2])) else []
         return [self.of(type(value)), self.of(items), *map(self._attributes_form, states)]
 
+    def _unknown_error(self, value: object, error: Exception) -> ParamError:
+        return ParamError(
+            f"resume='auto' identifies a run by its parameters, but {self.parameter} holds a "
+            f"{qualified_name(type(value))}, whose content cannot be determined ({type(error).__name__}: "
+            f"{error}). Pass a run_id instead."
+        )
+
     def _function_form(self, value: FunctionType) -> object:
         """Return the name and arguments of a function; for a user's function also its code and everything it uses."""
+        if (original := vars(value).get(_COMPILED_FUNCTION)) is not None:
+            return ["compiled", self.of(original)]
         code: list[object] = []
         if not module_is_installed(value.__module__):
-            used_globals = {name: self._global_form(item, value.__code__) for name, item in globals_of(value).items()}
+            passed = passed_globals(value)
+            used_globals = {
+                name: self.of(item) if name in passed else self._global_form(item, value.__code__)
+                for name, item in globals_of(value).items()
+            }
             attributes = {name: self.if_describable(item) for name, item in sorted(vars(value).items())}
             code = [code_form(value.__code__), sorted(used_globals.items()), imports_of(value), attributes]
         return [
@@ -276,7 +296,7 @@ class CanonicalForm:
         """Return the form of a global that code reads; for a user's module also the attributes that the code names."""
         if not isinstance(value, ModuleType) or module_is_installed(value.__name__):
             return self.of(value)
-        module_form = self.of(value)
+        module_form = ["module", value.__name__]
         named = [name for name in code_names(code) if name in vars(value)]
         attributes = {name: vars(value)[name] for name in named if (id(value), name) not in self._seen_attributes}
         self._seen_attributes |= {(id(value), name) for name in attributes}
@@ -299,7 +319,8 @@ class CanonicalForm:
                 part for accessor in _FUNCTION_ATTRIBUTES if (part := getattr(item, accessor, None)) is not None
             ]
             for part in functions if functions and isinstance(item, _FUNCTION_DESCRIPTORS) else [item]:
-                if isinstance(part, FunctionType) or name not in _USUAL_CLASS_ATTRIBUTES:
+                is_own = callable(part) or isinstance(part, functools.partialmethod) or not name.startswith("__")
+                if is_own and name not in _CHANGING_NAMES:
                     parts += [[name, form] for form in self.if_describable(part)]
         metaclass = [] if module_is_installed(type(value).__module__) else [self.of(type(value))]
         return [qualified_name(value), parts, [self.of(base) for base in value.__bases__], *metaclass]
@@ -325,7 +346,7 @@ class CanonicalForm:
         FunctionType: _function_form,
         MethodType: _method_form,
         BuiltinFunctionType: _builtin_form,
-        ModuleType: lambda _, value: ["module", value.__name__],
+        ModuleType: lambda _, value: ["module", value.__name__, digests_of([value.__name__])],
         CodeType: lambda _, value: code_form(value),
         CellType: _cell_form,
     }
@@ -336,24 +357,11 @@ _FUNCTION_DESCRIPTORS = (property, classmethod, staticmethod, functools.cached_p
 _FUNCTION_ATTRIBUTES = ("__func__", "fget", "fset", "fdel", "func")
 
 
-# What Python and dataclasses set in every class; functions among them count all the same.
-_USUAL_CLASS_ATTRIBUTES = frozenset(
-    {
-        *(
-            "__module__",
-            "__qualname__",
-            "__doc__",
-            "__dict__",
-            "__weakref__",
-            "__slots__",
-            "__hash__",
-            "__annotations__",
-        ),
-        *("__annotate__", "__annotate_func__", "__annotations_cache__", "__firstlineno__", "__static_attributes__"),
-        *("__abstractmethods__", "_abc_impl", "__orig_bases__", "__parameters__", "__type_params__", "__match_args__"),
-        *("__dataclass_fields__", "__dataclass_params__", "__classcell__", "__final__", "__slotnames__"),
-    }
-)
+# The attribute of a function from torch.compile that contains the user's function.
+_COMPILED_FUNCTION = "_torchdynamo_orig_callable"
+
+# The members of an enum by value; combinations of flags are added when code computes them.
+_CHANGING_NAMES = frozenset({"_value2member_map_", "_hashable_values_", "_unhashable_values_"})
 
 
 # The classes of collections and arrays that the rest of a form implies or that behave alike.
@@ -389,8 +397,8 @@ def _attributes(value: object) -> dict[str, object]:
 
 def _slots_of(base: type) -> list[str]:
     slots = vars(base).get("__slots__", ())
-    names = [slots] if isinstance(slots, str) else list(slots)
     private = base.__name__.lstrip("_")
+    names = [slots] if isinstance(slots, str) else [name for name in slots if name not in {"__dict__", "__weakref__"}]
     return [f"_{private}{name}" if name.startswith("__") and not name.endswith("__") else name for name in names]
 
 
@@ -436,7 +444,9 @@ def is_plain(value: object) -> bool:
 
 def is_tensor(value: object) -> bool:
     """Return whether a value is a tensor or a variable of a framework."""
-    return not isinstance(value, type) and all(hasattr(value, name) for name in ("numpy", "dtype", "shape"))
+    return not isinstance(value, type | ModuleType) and all(
+        hasattr(value, name) for name in ("numpy", "dtype", "shape")
+    )
 
 
 def qualified_name(kind: type) -> str:

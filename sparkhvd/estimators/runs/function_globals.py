@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dis
 import sys
+from collections.abc import Collection
+from itertools import pairwise
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
@@ -27,10 +29,25 @@ def globals_of(function: FunctionType) -> dict[str, Any]:
     return {name: function.__globals__[name] for name in sorted(read) if name in function.__globals__}
 
 
+def passed_globals(function: FunctionType) -> frozenset[str]:
+    """Return the globals that a function uses for more than to read their attributes: it passes or stores them."""
+    passed = set()
+    for code in nested_code(function.__code__):
+        steps = [step for step in dis.get_instructions(code) if step.opname not in {"EXTENDED_ARG", "NOP"}]
+        for step, following in pairwise(steps):
+            if step.opname in {"LOAD_GLOBAL", "LOAD_NAME"} and following.opname not in {"LOAD_ATTR", "LOAD_METHOD"}:
+                passed.add(str(step.argval))
+    return frozenset(passed)
+
+
 def imports_of(function: FunctionType) -> list[tuple[str, str]]:
     """Return the user's modules that a function imports when it runs, directly or indirectly, with their digests."""
-    graph = import_graph(imported_when_called(function))
-    return sorted((name, module.digest) for name, (module, _) in graph.items())
+    return digests_of(imported_when_called(function))
+
+
+def digests_of(names: Collection[str]) -> list[tuple[str, str]]:
+    """Return the user's modules among these names, and the ones that they import, with the digests of their files."""
+    return sorted((name, module.digest) for name, (module, _) in import_graph(names).items())
 
 
 def module_is_installed(module: str | None) -> bool:

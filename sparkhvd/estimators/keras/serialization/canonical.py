@@ -6,6 +6,7 @@ import functools
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import astuple
 from types import FunctionType
 from typing import TYPE_CHECKING
 
@@ -49,6 +50,7 @@ def _keras_object_form(form: CanonicalForm, value: keras.Layer) -> list[object]:
     layers = [layer for layer in _layers(value) if layer is not value]
     form.add_parts((*getattr(value, "weights", ()), *layers))
     return [
+        *([_settings()] if layers else []),
         form.of(type(value)),
         form.of(_renumbered({"class_name": type(value).__name__, "config": config})),
         *([] if (inner := getattr(value, "inner_optimizer", None)) is None else [form.of(inner)]),
@@ -71,6 +73,13 @@ def _keras_object_form(form: CanonicalForm, value: keras.Layer) -> list[object]:
         [_vocabulary_form(form, layer) for layer in (value, *layers)],
         *_state_form(form, value),
     ]
+
+
+def _settings() -> object:
+    """Return the settings of the driver's Keras, which the ranks use, too."""
+    from sparkhvd.estimators.keras.settings import KerasSettings  # noqa: PLC0415  (it imports Keras)
+
+    return [str(setting) for setting in astuple(KerasSettings.current())]
 
 
 def _user_code_form(form: CanonicalForm, value: keras.Layer) -> list[object]:

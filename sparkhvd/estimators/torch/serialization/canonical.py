@@ -8,7 +8,7 @@ import pickletools
 import re
 import sys
 import zipfile
-from types import BuiltinFunctionType, CodeType, FunctionType
+from types import BuiltinFunctionType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 from sparkhvd._util.frameworks import framework_of
@@ -25,10 +25,15 @@ from sparkhvd.estimators.runs.function_globals import module_is_installed
 if TYPE_CHECKING:
     import torch
 
-# Attributes of every PyTorch optimizer. The groups and the state are described separately, and a scheduler replaces
-# ``step``.
+# Attributes of every PyTorch optimizer. The groups, with the defaults, and the state are described separately, and a
+# scheduler replaces ``step``.
 _STANDARD_ATTRIBUTES = frozenset({"param_groups", "state", "step"})
-_STANDARD_HOOKS = re.compile(r"_optimizer_\w+_hooks$")
+# The names of attributes with PyTorch's options of hooks, which are keyed by numbers that differ in every process.
+_HOOK_OPTIONS = {
+    "_forward_hooks_with_kwargs": "_forward_hooks",
+    "_forward_hooks_always_called": "_forward_hooks",
+    "_forward_pre_hooks_with_kwargs": "_forward_pre_hooks",
+}
 # TorchScript appends to the name of a class how many classes the process has compiled.
 _NUMBER_OF_CLASS = re.compile(r"___torch_mangle_\d+")
 
@@ -53,10 +58,11 @@ def contents(value: object) -> TensorContent | None:
     torch = sys.modules.get("torch")  # a program that uses another framework need not import it
     if torch is None or not isinstance(value, torch.Tensor):
         return None
-    dense = value.to_dense().detach().cpu().contiguous()
-    elements = dense.flatten().view(torch.uint8).numpy().tobytes()  # NumPy lacks some types, such as bfloat16
+    dense = value.detach().to_dense().cpu().resolve_conj().resolve_neg().contiguous().flatten()
+    plain = dense if dense.stride(0) == 1 else dense.clone(memory_format=torch.contiguous_format)
+    elements = plain.view(torch.uint8).numpy().tobytes()  # NumPy lacks some types, such as bfloat16
     kind = "" if type(value) is torch.Tensor and not value.requires_grad else f"{type(value)} {value.requires_grad}"
-    return TensorContent(str(value.dtype), tuple(dense.shape), elements, kind)
+    return TensorContent(str(value.dtype), tuple(value.shape), elements, kind)
 
 
 def _state_form(form: CanonicalForm, value: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> list[object]:
@@ -74,7 +80,9 @@ def _optimizer_attribute_forms(form: CanonicalForm, value: object) -> list[objec
     attributes = {
         name: form.if_describable(item)
         for name, item in sorted(vars(value).items())
-        if name not in _STANDARD_ATTRIBUTES and not _STANDARD_HOOKS.match(name) and not (installed and name[0] == "_")
+        if name not in _STANDARD_ATTRIBUTES
+        and not name.startswith("_optimizer_")
+        and not (installed and (name == "defaults" or name.startswith("_")))
     }
     hooks = _hook_forms(form, value, "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     return [sorted({**attributes, **hooks}.items())] if attributes or hooks else []
@@ -150,7 +158,10 @@ def _submodule_form(form: CanonicalForm, module: torch.nn.Module, *, exact: bool
             or (name in installed_names and name != "_hparams" and not _is_argument(item))
         ):
             continue
-        if is_tensor(item):
+        if name in _HOOK_OPTIONS:
+            hooked = list(vars(module)[_HOOK_OPTIONS[name]])
+            forms[name] = [hooked.index(number) for number in item]
+        elif is_tensor(item):
             forms[name] = form.of_tensor(item, exact=exact)
         elif name.startswith("_"):
             forms[name] = form.if_describable(item)
@@ -158,7 +169,6 @@ def _submodule_form(form: CanonicalForm, module: torch.nn.Module, *, exact: bool
             forms[name] = form.of(item)
     hooks = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
     forms |= _hook_forms(form, module, *hooks)
-    script = getattr(module, "code", None)
     forward = getattr(type(module), "forward", None)
-    code = script if isinstance(script, str) else forward.__code__ if isinstance(forward, FunctionType) else None
-    return [form.of(type(module)), code_form(code) if isinstance(code, CodeType) else code, sorted(forms.items())]
+    code = code_form(forward.__code__) if isinstance(forward, FunctionType) else None
+    return [form.of(type(module)), code, sorted(forms.items())]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import array
 import collections
+import enum
 import functools
 import importlib
 import json
@@ -224,7 +225,6 @@ PAIRS = {
     "layers in evaluation mode": (lambda: normalized(fixed=False), lambda: normalized(fixed=True)),
     "modes of losses": (lambda: with_mode(True), lambda: with_mode(False)),
     "other states of optimizers": (lambda: with_state({"step": 1}), lambda: with_state({"step": 5})),
-    "defaults of optimizers": (lambda: with_state({}, lr=0.1), lambda: with_state({}, lr=0.2)),
     "gradients of tensors": (lambda: torch.ones(2), lambda: torch.ones(2, requires_grad=True)),
     "classes of tensors": (lambda: torch.ones(2, requires_grad=True), lambda: torch.nn.Parameter(torch.ones(2))),
     "attributes of tensors": (lambda: torch.ones(2), lambda: with_scale(torch.ones(2))),
@@ -251,6 +251,13 @@ PAIRS = {
     "attributes of scripted modules": (lambda: scripted(Times(2)), lambda: scripted(Times(3))),
     "functions of scripted modules": (lambda: scripted(Calling(doubled)), lambda: scripted(Calling(tripled))),
     "constants of traced modules": (lambda: traced(2), lambda: traced(3)),
+    "options of hooks": (lambda: hooked(always_call=True), lambda: hooked(always_call=False)),
+    "defaults of own optimizers": (lambda: OwnSGD(1), lambda: OwnSGD(2)),
+    "compiled methods": (lambda: compiled_method(1), lambda: compiled_method(2)),
+    "compiled functions": (lambda: with_compiler(closure(1)), lambda: with_compiler(closure(2))),
+    "flags": (lambda: Flags.ONE, lambda: Flags.TWO),
+    "conjugate tensors": (lambda: torch.tensor([1j]), lambda: torch.tensor([1j]).conj()),
+    "imaginary parts": (lambda: torch.tensor([1 + 1j]).imag, lambda: torch.tensor([1 + 2j]).imag),
     "weights of optimizers": (lambda: optimizing(0), lambda: optimizing(1)),
     "weights of Keras losses": (lambda: compiled(loss_weights=[1.0]), lambda: compiled(loss_weights=[2.0])),
     "weighted metrics of Keras": (
@@ -264,6 +271,38 @@ PAIRS = {
     ),
     "dtype policies": (lambda: dense(dtype="float32"), lambda: dense(dtype="mixed_float16")),
 }
+
+
+class Flags(enum.Flag):
+    ONE = 1
+    TWO = 2
+
+
+class OwnSGD(torch.optim.SGD):
+    def __init__(self, number):
+        super().__init__(torch.nn.Linear(2, 3).parameters(), lr=0.1)
+        self.defaults["number"] = number
+
+
+def hooked(**options):
+    module = torch.nn.Linear(2, 3)
+    module.register_forward_hook(closure(1), **options)
+    return module
+
+
+def with_compiler(function):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # PyTorch's compiler uses torch.jit
+        return torch.compile(function)
+
+
+def compiled_method(number):
+    class Compiled:
+        @with_compiler
+        def compute(self, value):
+            return value * number
+
+    return Compiled()
 
 
 class Slotted:
@@ -371,10 +410,9 @@ def with_mode(training):
     return torch.nn.Dropout(0.1).train(training)
 
 
-def with_state(state, **defaults):
+def with_state(state):
     optimizer = torch.optim.SGD(torch.nn.Linear(2, 3).parameters(), lr=0.1)
     optimizer.state.update(state)
-    optimizer.defaults.update(defaults)
     return optimizer
 
 
@@ -638,6 +676,7 @@ SAME = {
     "used pandas objects": (lambda: pd.Series([1.0, 2.0], ["a", "b"]), lambda series: series["a"]),
     "used pandas frames": (lambda: pd.DataFrame({"a": [1.0]}, ["x"]), lambda frame: (frame["a"], frame.loc["x"])),
     "compiled weights": (lambda: torch.nn.Linear(2, 3), with_compilers_mark),
+    "used flags": (lambda: Flags.ONE, lambda flag: flag | Flags.TWO),
     "used caches": (lambda: functools.lru_cache(closure(1)), lambda cached: cached(2, 1)),
     "used dispatchers": (lambda: functools.singledispatch(lambda value: value), lambda dispatch: dispatch(1)),
 }
@@ -756,3 +795,46 @@ def test_objects_without_a_canonical_form_are_refused():
 
     with pytest.raises(ParamError, match=r"Silent in model cannot be determined: it has no get_config"):
         canonical_form(Silent(object()), "model")
+
+
+def test_a_tensor_without_content_is_refused():
+    with pytest.raises(ParamError, match=r"loss holds a torch.Tensor, whose content cannot be determined.*a run_id"):
+        canonical_form(closure(torch.ones(2, device="meta")), "loss")
+
+
+def test_only_a_training_sets_the_mode_of_the_model():
+    train, evaluate = torch.nn.BatchNorm1d(3), torch.nn.BatchNorm1d(3).eval()
+    assert canonical_form(train, "model") == canonical_form(evaluate, "model")
+    assert canonical_form(train, "loss") != canonical_form(evaluate, "loss")
+
+
+def test_a_module_of_the_user_counts_with_its_file_if_it_is_passed_on(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    file = tmp_path / "own_settings.py"
+
+    def made(factor, code):
+        file.write_text(f"FACTOR = {factor}\n")
+        importlib.invalidate_caches()
+        return canonical_form(written(f"import own_settings\n{code}"))
+
+    passed = "def scaled(settings, a):\n  return a * settings.FACTOR\ndef made(a):\n  return scaled(own_settings, a)"
+    kept = "class C:\n  def __init__(self):\n    self.settings = own_settings\nmade = C()"
+    for code in (passed, kept):
+        assert made(1, code) == made(1, code)
+        assert made(1, code) != made(2, code)
+
+
+def test_a_function_may_use_the_operations_of_keras():
+    space = {"__name__": "own", "ops": keras.ops}
+    exec("def loss(label, output):\n  return ops.mean(label - output)", space)
+    assert canonical_form(space["loss"]) == canonical_form(space["loss"])
+
+
+def test_the_settings_of_keras_count_for_its_models():
+    before, epsilon = canonical_form(keras_model()), keras.config.epsilon()
+    keras.config.set_epsilon(0.5)
+    try:
+        assert canonical_form(keras_model()) != before
+    finally:
+        keras.config.set_epsilon(epsilon)
+    assert canonical_form(keras_model()) == before
