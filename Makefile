@@ -22,7 +22,7 @@ FOLDERS := launch docs contract
 PYTHON_PARTS := $(addprefix test-python-,spark launch rest estimators docs clusters contract)
 OTHER_PARTS := $(addprefix check-,petastorm lint site)
 SIDE_BY_SIDE := $(MAKE) --no-print-directory --keep-going --jobs=4
-TEST_ENVIRONMENT := .venv/.core-built .venv/.test-java .venv/.lean-imports
+TEST_ENVIRONMENT := .venv/.core-built .venv/.test-java .venv/.lean-imports .venv/.bytecode
 PYTEST := $(RUN) python -X faulthandler -m pytest --durations=10
 
 .PHONY: $(PYTHON_PARTS) $(OTHER_PARTS)
@@ -145,6 +145,10 @@ clean: ## Remove everything that the targets created, including .venv
 		cp tests/lean_imports.py "$$site/sparkhvd_lean_imports.py" && \
 		echo 'import os; "SPARKHVD_TEST_RUN" in os.environ and __import__("sparkhvd_lean_imports").install()' \
 		>"$$site/sparkhvd_lean_imports.pth"
+	@touch $@
+
+.venv/.bytecode: .venv/.installed tools/compile-imports
+	@tools/compile-imports
 	@touch $@
 
 .venv/.core-built: .venv/.installed $(CORE)
