@@ -210,8 +210,9 @@ class CanonicalForm:
         try:
             for read_content in self._content_readers:
                 if (content := read_content(value)) is not None:
-                    attributes = sorted(_attributes(value).items())
-                    forms = [(name, self.if_describable(item)) for name, item in attributes if name[:8] != "_dynamo_"]
+                    attributes = _attributes(value)
+                    names = [name for name in sorted(attributes) if not name.startswith("_dynamo_")]  # of torch.compile
+                    forms = [(name, self.if_describable(attributes[name])) for name in names]
                     return [*_content_form(content), *forms]
         except Exception as error:
             raise self._unknown_error(value, error) from error
