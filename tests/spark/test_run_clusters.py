@@ -39,12 +39,13 @@ def on_a_local_cluster(folder: Path, *frameworks: str) -> subprocess.CompletedPr
 
 
 @pytest.mark.usefixtures("connect_port")
+@pytest.mark.timeout(500)
 @pytest.mark.parametrize("how", ["master", "remote"])
 def test_dynamic_allocation_is_refused_on_a_cluster_and_ignored_on_a_local_master(how, tmp_path):
     script = SCRIPT.with_name("dynamic_allocation_script.py")
-    local = results_of(run_script([sys.executable, script, how, "local[2]"], tmp_path, 100))
+    local = results_of(run_script([sys.executable, script, how, "local[2]"], tmp_path, 240))
     assert local == {"ranks": ["0", "1"]}
-    cluster = results_of(run_script([sys.executable, script, how, "local-cluster[1,1,1024]"], tmp_path, 100))
+    cluster = results_of(run_script([sys.executable, script, how, "local-cluster[1,1,1024]"], tmp_path, 240))
     assert re.search(r"does not run barrier stages .*dynamicAllocation.enabled=false", cluster["refused"])
 
 
