@@ -257,10 +257,10 @@ def store_servers(hdfs: Hdfs, s3: S3, request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture
 def connect_port() -> Iterator[None]:
-    """Reserve the one port that all Spark Connect servers use: parts of the suite run at the same time."""
-    build = Path(__file__).parents[1] / "build"
-    build.mkdir(exist_ok=True)
-    with (build / "connect-port.lock").open("w") as lock:
+    """Reserve the one port that all Spark Connect servers use: parts of the suite, and suites of other clones, run at
+    the same time.
+    """
+    with Path(f"/tmp/sparkhvd-tests-connect-port-{os.getuid()}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
