@@ -210,10 +210,7 @@ class CanonicalForm:
         try:
             for read_content in self._content_readers:
                 if (content := read_content(value)) is not None:
-                    attributes = _attributes(value)
-                    names = [name for name in sorted(attributes) if not name.startswith("_dynamo_")]  # of torch.compile
-                    forms = [(name, self.if_describable(attributes[name])) for name in names]
-                    return [*_content_form(content), *forms]
+                    return [*_content_form(content), *self.tensor_attribute_forms(value)]
         except Exception as error:
             raise self._unknown_error(value, error) from error
         plain = np.asarray(value.numpy() if hasattr(value, "numpy") else value)
@@ -333,6 +330,11 @@ class CanonicalForm:
         except ParamError:
             return []
 
+    def tensor_attribute_forms(self, value: object) -> list[tuple[str, list[object]]]:
+        """Return the names and forms of the attributes that code has set on a tensor, such as a weight."""
+        attributes = sorted(_attributes(value).items())
+        return [(name, self.if_describable(item)) for name, item in attributes if not name.startswith(_SET_BY_COMPILER)]
+
     def of_tensor(self, value: Tensor, *, exact: bool) -> object:
         """Return the form of a tensor: its values, or only its type and shape."""
         return self._array_form(value) if exact else [str(value.dtype), list(value.shape)]
@@ -357,6 +359,9 @@ class CanonicalForm:
 _FUNCTION_DESCRIPTORS = (property, classmethod, staticmethod, functools.cached_property)
 _FUNCTION_ATTRIBUTES = ("__func__", "fget", "fset", "fdel", "func")
 
+
+# How the names of the attributes begin that torch.compile sets on tensors.
+_SET_BY_COMPILER = "_dynamo_"
 
 # The attribute of a function from torch.compile that contains the user's function.
 _COMPILED_FUNCTION = "_torchdynamo_orig_callable"

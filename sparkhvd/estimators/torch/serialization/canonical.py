@@ -103,11 +103,7 @@ def _module_form(form: CanonicalForm, value: torch.nn.Module) -> list[object]:
             form.of_tensor(weight, exact=form.weights),
             weight.requires_grad,
             *_hook_forms(form, weight, "_backward_hooks", "_post_accumulate_grad_hooks").items(),
-            *(
-                (own, form.if_describable(item))
-                for own, item in sorted(vars(weight).items())
-                if not own.startswith("_dynamo_")  # set by a use of torch.compile
-            ),
+            *form.tensor_attribute_forms(weight),
         )
         for name, weight in value.named_parameters()
     ]
