@@ -27,7 +27,7 @@ from sparkhvd.driver.elastic.run import DEFAULT_COMMIT_INTERVAL, ElasticOptions,
 from sparkhvd.driver.host_process import SrunOptions, SshOptions, is_this_machine
 from sparkhvd.driver.hosts import Host, parse_hostfile, parse_hosts, take_slots
 from sparkhvd.driver.launcher import LaunchRequest
-from sparkhvd.driver.mpi.command import TRANSPORTS, find_mpirun, interface_parameters, is_root, parameters_of
+from sparkhvd.driver.mpi.command import COMPONENTS, find_mpirun, interface_parameters, is_root, parameters_of
 from sparkhvd.driver.run import run_with
 from sparkhvd.errors import ConfigError, SparkHvdError
 from sparkhvd.store import Store
@@ -267,7 +267,7 @@ def mpirun_words(
         *(["--allow-run-as-root"] if root else []),
         *(["-np", str(count), "-H", where] if count is not None else []),
         *(split_arguments("--binding-args", flags.binding_args) or ["--bind-to", "none", "--map-by", "slot"]),
-        *(word for name, value in TRANSPORTS.items() for word in ("-mca", name, value)),
+        *(word for name, value in COMPONENTS.items() for word in ("-mca", name, value)),
         *(["-mca", "plm_rsh_args", " ".join(ssh)] if ssh else []),
         *(word for name, value in included.items() for word in ("-mca", name, value)),
         # "nojobid" omits the subfolder for the job, as the other launchers do.

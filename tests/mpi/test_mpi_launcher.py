@@ -118,6 +118,12 @@ def environment():
     return dict(os.environ)
 
 
+@pytest.mark.parametrize(("extra", "component"), [((), "mmap"), (("--mca", "shmem", "sysv"), "sysv")])
+def test_open_mpi_does_not_test_posix_shared_memory_which_a_killed_process_would_leave(extra, component):
+    (result,) = run(environment, containers=("a",), extra=extra)
+    assert result["OMPI_MCA_shmem"] == component
+
+
 def test_a_rank_has_the_environment_of_its_task():
     odd = {"MINE": "two\nlines 'and' \"quotes\" $HOME \\", "EMPTY": ""}
     (result,) = run(environment, containers=("a",), env={**odd, "PATH": os.environ["PATH"]})

@@ -165,3 +165,21 @@ class BatchDataset(keras.utils.PyDataset):  # type: ignore[misc]  # keras has no
             return pair
         weights = arrays[self._weights[0]].astype(np.float32, copy=False)
         return (*pair, self._outputs.arranged([weights] * len(self._outputs.ports)))
+
+
+def as_input_of_fit(data: BatchDataset) -> Any:
+    """Return the dataset as an argument for one call of ``model.fit``; on TensorFlow, a ``tf.data.Dataset``.
+
+    Keras would make a ``tf.data.Dataset`` that tunes itself. On a busy machine, such an iterator sometimes takes up to a
+    minute to end, and holds the GIL meanwhile: TensorFlow wakes the tuning thread before it marks the iterator as
+    cancelled, so the thread may find nothing to do and sleep again.
+    """
+    if keras.config.backend() != "tensorflow":
+        return data
+    import tensorflow as tf  # noqa: PLC0415  (only the backend in use is imported)
+    from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter  # noqa: PLC0415  (not exported)
+
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    dataset = PyDatasetAdapter(data).get_tf_dataset().with_options(options)
+    return dataset.apply(tf.data.experimental.assert_cardinality(len(data)))

@@ -22,7 +22,7 @@ from sparkhvd.data.read.batches import BatchSource
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.keras.arrays import arrays_from_bytes, arrays_to_bytes
 from sparkhvd.estimators.keras.callback_states import CALLBACK, callback_states, restore_callbacks
-from sparkhvd.estimators.keras.dataset import BatchDataset
+from sparkhvd.estimators.keras.dataset import BatchDataset, as_input_of_fit
 from sparkhvd.estimators.keras.divisors import CurrentBatch, divide_over_ranks
 from sparkhvd.estimators.keras.graph_flags import GraphFlags
 from sparkhvd.estimators.keras.metrics import Logs, MetricSums, summed_results
@@ -200,8 +200,8 @@ class KerasTrainer:
             with _unwrapped_collective_errors():
                 callbacks.set_params({"verbose": 0, "epochs": self._spec.epochs, "steps": len(data)})
                 self._model.fit(
-                    data,
-                    validation_data=validation,
+                    as_input_of_fit(data),
+                    validation_data=None if validation is None else as_input_of_fit(validation),
                     initial_epoch=first,
                     epochs=last,
                     callbacks=callbacks,

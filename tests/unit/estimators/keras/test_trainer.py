@@ -358,3 +358,23 @@ def train_on_doubles():
 
 def test_user_defined_steps_get_labels_with_the_dtype_of_model_fit(group):
     assert np.isfinite(group.run(train_on_doubles)).all()
+
+
+def train_and_return_tuned_datasets():
+    rank = session.current().world.rank
+    trainer = PLUGIN.trainer(PLUGIN.pack(parameters()), spec(DATA), session.current().world)
+    datasets, fit = [], trainer._model.fit
+
+    def recorded(data, validation_data, **options):
+        datasets.extend([data, validation_data])
+        return fit(data, validation_data=validation_data, **options)
+
+    object.__setattr__(trainer._model, "fit", recorded)
+    trainer.fit(source(EVEN, rank), source(EVEN, rank), Hooks())
+    pipelines = [data for data in datasets if not isinstance(data, keras.utils.PyDataset)]
+    assert len(pipelines) == (2 if keras.config.backend() == "tensorflow" else 0)
+    return [pipeline for pipeline in pipelines if pipeline.options().autotune.enabled is not False]
+
+
+def test_no_pipeline_tunes_itself_because_its_end_could_take_a_minute(group):
+    assert group.run(train_and_return_tuned_datasets) == [[], []]
