@@ -282,7 +282,7 @@ def _refuse_lazy_parameters(model: torch.nn.Module) -> None:
 
 
 def _refuse_shared_memory(model: torch.nn.Module) -> None:
-    """Refuse parameters that share their memory, because their copies on the ranks would not."""
+    """Refuse parameters that share their memory, because their copies on a GPU would not."""
     if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
         return  # TorchScript returns a new object for every name of a parameter
     names: dict[tuple[int, int], str] = {}
@@ -293,7 +293,7 @@ def _refuse_shared_memory(model: torch.nn.Module) -> None:
         if other != name and parameter.numel():
             raise ParamError(
                 f"The model's parameters {other!r} and {name!r} are different objects that share their memory, which "
-                "they would not do on the ranks. Use one parameter for both (b.weight = a.weight instead of "
+                "they would not do on a GPU. Use one parameter for both (b.weight = a.weight instead of "
                 "b.weight.data = a.weight.data), and create the optimizer after that."
             )
 

@@ -115,7 +115,26 @@ def _module_form(form: CanonicalForm, value: torch.nn.Module) -> list[object]:
     # a loss, it keeps all modes.
     keeps_modes = value.training or form.parameter != "model"
     fixed = [name for name, module in value.named_modules() if keeps_modes and not module.training]
-    return [modules, weights, buffers, *([fixed] if fixed else []), *_script_form(value)]
+    sharing = _tensors_sharing_memory(value)
+    return [modules, weights, buffers, *([fixed] if fixed else []), *([sharing] if sharing else []), *_script_form(value)]
+
+
+def _tensors_sharing_memory(value: torch.nn.Module) -> list[object]:
+    """Return the names and views of weights and buffers in the same memory: a change of one changes the others."""
+    views_by_address: dict[int, list[object]] = {}
+    lazy = sys.modules["torch"].nn.parameter.is_lazy
+    for name, tensor in (*value.named_parameters(), *value.named_buffers()):
+        if str(tensor.layout) == "torch.strided" and not lazy(tensor) and (address := _address(tensor)):
+            view = [name, str(tensor.dtype), tensor.storage_offset(), list(tensor.shape), list(tensor.stride())]
+            views_by_address.setdefault(address, []).append(view)
+    return [{"memory": views} for views in views_by_address.values() if len(views) > 1]
+
+
+def _address(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):  # a subclass without memory of its own
+        return 0
 
 
 def _script_form(value: torch.nn.Module) -> list[object]:

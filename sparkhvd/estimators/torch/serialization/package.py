@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import cloudpickle
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from sparkhvd.driver.user_code.pickling import Code, CodePickler, dumps_with
@@ -121,10 +123,14 @@ def dumps_params(params: Mapping[str, Any]) -> bytes:
 
 
 class PicklerWithScripts(CodePickler):
-    """Pickles TorchScript modules, whose parameters stay shared with an optimizer, parametrized modules, and hooks."""
+    """Pickles TorchScript modules, whose parameters stay shared with an optimizer, parametrized modules, and hooks.
+
+    Tensors that share memory, such as a weight and a buffer made from its ``data``, still share it when loaded.
+    """
 
     def __init__(self, file: io.BytesIO, model: torch.nn.Module, *, code: Code) -> None:
         super().__init__(file, code=code)
+        self._memory: dict[tuple[int, int], torch.UntypedStorage] = {}  # pickled so far, by address and size
         self._parameters: dict[int, tuple[torch.jit.ScriptModule, str]] = {}
         self._held: list[torch.nn.Parameter] = []  # keeps ids valid: TorchScript recreates unreferenced parameters
         for module in _outermost_scripts(model):
@@ -133,6 +139,13 @@ class PicklerWithScripts(CodePickler):
 
     def reducer_override(self, value: Any) -> Any:
         """See ``pickle.Pickler.reducer_override``."""
+        if isinstance(value, torch.storage.TypedStorage):  # a new object for every tensor
+            memory: torch.UntypedStorage = value._untyped_storage  # noqa: SLF001  (the public method warns)
+            if memory.device.type == "cpu" and memory.nbytes() > 0:
+                memory = self._memory.setdefault((memory.data_ptr(), memory.nbytes()), memory)
+                return _storage_of, (memory, value.dtype)
+        if isinstance(value, torch.UntypedStorage) and value.device.type == "cpu":  # torch's own pickles do not load
+            return _memory_of, (_bytes_in(value).tobytes(),)
         if isinstance(value, torch.jit.ScriptModule):
             return script_of, (script_bytes(value),)
         if isinstance(value, torch.nn.Parameter) and id(value) in self._parameters:
@@ -169,6 +182,21 @@ def script_of(content: bytes) -> torch.jit.ScriptModule:
         warnings.simplefilter("ignore", DeprecationWarning)
         module: torch.jit.ScriptModule = torch.jit.load(io.BytesIO(content), map_location="cpu")  # type: ignore[no-untyped-call]
         return module
+
+
+def _bytes_in(memory: torch.UntypedStorage) -> npt.NDArray[np.uint8]:
+    array: npt.NDArray[np.uint8] = torch.empty(0, dtype=torch.uint8).set_(memory).numpy()
+    return array
+
+
+def _memory_of(content: bytes) -> torch.UntypedStorage:
+    memory = torch.UntypedStorage(len(content))
+    _bytes_in(memory)[:] = np.frombuffer(content, np.uint8)
+    return memory
+
+
+def _storage_of(memory: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:
+    return torch.storage.TypedStorage(wrap_storage=memory, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
 
 
 def _parameter_of(module: torch.jit.ScriptModule, name: str) -> torch.nn.Parameter:

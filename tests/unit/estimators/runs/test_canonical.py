@@ -487,6 +487,11 @@ WRITTEN = {
     "code without a module": ("space = {}\nexec('def f(): return @', space)\nmade = space['f']", "1", "2"),
     "private attributes of modules": ("made = Linear(2, 3)\nmade._act = torch.@", "relu", "tanh"),
     "hooks": ("made = Linear(2, 3)\nmade.register_forward_hook(lambda *a: a[2] * @)", "1", "2"),
+    "buffers in the memory of a weight": (
+        "made = Linear(3, 3)\nmade.register_buffer('start', made.weight.data@)",
+        "",
+        ".clone()",
+    ),
     "hooks of gradients": ("made = Linear(2, 3)\nmade.weight.register_hook(lambda g: g * @)", "1", "2"),
     "hooks of the backward pass": ("made = Linear(2, 3)\nmade.register_full_backward_hook(lambda *a: @)", "1", "2"),
     "hooks of optimizers": (

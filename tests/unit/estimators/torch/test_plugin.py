@@ -223,6 +223,28 @@ def test_different_parameters_that_share_memory_are_refused(plugin):
     assert plugin.check({**values, **params(model)}, columns((3,)), None) == [(2,)]
 
 
+class WithViewsOfAWeight(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(3, 2)
+        self.register_buffer("all", self.weight.data)
+        self.register_buffer("row", self.weight.data[1], persistent=False)
+        self.bits = self.weight.data.view(torch.int32)
+
+
+def test_tensors_that_share_memory_share_it_on_the_ranks():
+    model = WithViewsOfAWeight()
+    data = columns((3,))
+    spec = TrainSpec(data, 1, batch_size=1, val_batch_size=1, seed=0, scale_lr=False)
+    arrived = PLUGIN.trainer(PLUGIN.pack({**params(model), "schema": data}), spec, World())._model
+    with torch.no_grad():
+        arrived.weight.fill_(2.0)
+        arrived.weight[1, 2] = 0.0
+    assert torch.equal(arrived.all, arrived.weight)
+    assert arrived.row.tolist() == [2.0, 2.0, 0.0]
+    assert arrived.bits[1, 2] == 0
+    assert 2.0 not in model.weight
+
+
 def test_a_model_that_cannot_be_pickled_is_refused():
     model = torch.nn.Linear(3, 2)
     model.lock = threading.Lock()
