@@ -170,9 +170,9 @@ class BatchDataset(keras.utils.PyDataset):  # type: ignore[misc]  # keras has no
 def as_input_of_fit(data: BatchDataset) -> Any:
     """Return the dataset as an argument for one call of ``model.fit``; on TensorFlow, a ``tf.data.Dataset``.
 
-    Keras would make a ``tf.data.Dataset`` that tunes itself. On a busy machine, such an iterator sometimes takes up to a
-    minute to end, and holds the GIL meanwhile: TensorFlow wakes the tuning thread before it marks the iterator as
-    cancelled, so the thread may find nothing to do and sleep again.
+    Keras would make one that tunes itself. On a busy machine, the end of its iterator sometimes takes up to a minute,
+    during which it holds the GIL: TensorFlow wakes the tuning thread before it marks the iterator as cancelled, so the
+    thread may see no reason to end and sleep again.
     """
     if keras.config.backend() != "tensorflow":
         return data

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
+from sparkhvd.comm import objects, session
 from sparkhvd.errors import DataError
 from sparkhvd.estimators.lightning.attributes import attributes_unchanged
 from sparkhvd.estimators.lightning.batches import BatchShare, RankLoader
@@ -32,7 +33,7 @@ from sparkhvd.estimators.torch.checkpoint.safe_state import plain_numbers
 from sparkhvd.estimators.torch.losses.divisors import counted_rows
 from sparkhvd.estimators.torch.renormalization import Renormalization, rows_keep_their_norms
 from sparkhvd.estimators.torch.schedule import RATES, scale_schedule
-from sparkhvd.torch.buffers import buffers_unchanged
+from sparkhvd.torch.buffers import buffers_unchanged, synchronize_buffers
 from sparkhvd.torch.sync_batch_norm import synchronized_layers
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class Feed:
         rank_zero_logged: per stage, the names of values that only rank 0 logs for whole epochs.
         within_epoch: whether the run resumes within an epoch and has not started its first batch yet.
         rows_of_buffers: number of rows that have changed this rank's buffers since their last synchronization.
+        rows_of_copies: the same for the buffers of the modules that callbacks keep.
     """
 
     train: RankLoader
@@ -75,6 +77,7 @@ class Feed:
     loss: float | None = None
     within_epoch: bool = False
     rows_of_buffers: int = 0
+    rows_of_copies: int = 0
 
     def share(self, stage: str) -> BatchShare:
         """Return this rank's share of the current batch; weight 1 if the rows come from the user's own loader."""
@@ -157,7 +160,23 @@ class EstimatorSteps:
     def synchronize_state(self) -> None:
         """Synchronize the ranks' state that goes into a checkpoint; collective."""
         self.synchronize_buffers()
+        self._synchronize_copies()
         self.attributes.agree()
+
+    def _synchronize_copies(self) -> None:
+        """Synchronize the buffers of modules that callbacks keep, such as moving averages: only rank 0's are saved."""
+        own = {id(module) for part in (self.lightning_module, self.losses) for module in part.modules()}
+        callbacks: Sequence[object] = self.lightning_module.trainer.callbacks  # type: ignore[attr-defined]
+        copies = {
+            f"{index} {name.replace('.', ' ')}": value
+            for index, callback in enumerate(callbacks)
+            for name, value in vars(callback).items()
+            if isinstance(value, torch.nn.Module) and id(value) not in own
+        }
+        names = objects.allgather_object(session.current(), sorted(copies), name="modules of callbacks")
+        if copies and all(other == names[0] for other in names):  # a callback may keep a module on one rank only
+            synchronize_buffers(torch.nn.ModuleDict(copies), self.feed.rows_of_copies, "buffers of callbacks")
+        self.feed.rows_of_copies = 0
 
     def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
         """Complete the preparation of ``on_train_start`` if the run resumes within an epoch."""
@@ -242,6 +261,7 @@ class EstimatorSteps:
                 return step(*batch, **named)
         if stage == "train":
             self.feed.rows_of_buffers += share.rows
+            self.feed.rows_of_copies += share.rows
         try:
             result = step(*batch, **named)
         except Exception as error:

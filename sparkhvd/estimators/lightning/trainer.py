@@ -448,7 +448,7 @@ class RunCallback:
     def on_train_epoch_start(self, trainer: Trainer, module: LightningModule) -> None:  # noqa: ARG002
         """Discard the sums of trial steps, such as LearningRateFinder's: Lightning has restored the model since."""
         self._feed.sums.pop("train", None)
-        self._feed.rows_of_buffers, self._feed.communicated = 0, 0.0
+        self._feed.rows_of_buffers, self._feed.rows_of_copies, self._feed.communicated = 0, 0, 0.0
 
     def on_batch_end(self, batch: int) -> None:
         """Report progress after all hooks of a batch; may raise for a NaN or infinite loss."""

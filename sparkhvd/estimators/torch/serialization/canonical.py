@@ -116,7 +116,14 @@ def _module_form(form: CanonicalForm, value: torch.nn.Module) -> list[object]:
     keeps_modes = value.training or form.parameter != "model"
     fixed = [name for name, module in value.named_modules() if keeps_modes and not module.training]
     sharing = _tensors_sharing_memory(value)
-    return [modules, weights, buffers, *([fixed] if fixed else []), *([sharing] if sharing else []), *_script_form(value)]
+    return [
+        modules,
+        weights,
+        buffers,
+        *([fixed] if fixed else []),
+        *([sharing] if sharing else []),
+        *_script_form(value),
+    ]
 
 
 def _tensors_sharing_memory(value: torch.nn.Module) -> list[object]:

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import cloudpickle
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from sparkhvd.driver.user_code.pickling import Code, CodePickler, dumps_with
@@ -21,6 +19,7 @@ from sparkhvd.estimators.torch.callbacks import TorchCallback
 from sparkhvd.estimators.torch.losses.objective import Objective
 from sparkhvd.estimators.torch.schedule import LRSchedule
 from sparkhvd.estimators.torch.serialization import omitted_state, parametrizations
+from sparkhvd.estimators.torch.serialization.storages import Storages
 
 
 @dataclass(frozen=True)
@@ -122,6 +121,13 @@ def dumps_params(params: Mapping[str, Any]) -> bytes:
     return dumps_with(PicklerWithScripts, params, torch.nn.Module() if model is None else model)
 
 
+_REDUCERS: tuple[tuple[Callable[[Any], bool], Callable[[Any], Any]], ...] = (
+    (parametrizations.is_parametrized, parametrizations.reduced),
+    (omitted_state.has_hooks, omitted_state.reduced_parameter),
+    (omitted_state.has_default_pickle, omitted_state.reduced_optimizer),
+)
+
+
 class PicklerWithScripts(CodePickler):
     """Pickles TorchScript modules, whose parameters stay shared with an optimizer, parametrized modules, and hooks.
 
@@ -130,7 +136,7 @@ class PicklerWithScripts(CodePickler):
 
     def __init__(self, file: io.BytesIO, model: torch.nn.Module, *, code: Code) -> None:
         super().__init__(file, code=code)
-        self._memory: dict[tuple[int, int], torch.UntypedStorage] = {}  # pickled so far, by address and size
+        self._storages = Storages()
         self._parameters: dict[int, tuple[torch.jit.ScriptModule, str]] = {}
         self._held: list[torch.nn.Parameter] = []  # keeps ids valid: TorchScript recreates unreferenced parameters
         for module in _outermost_scripts(model):
@@ -139,23 +145,15 @@ class PicklerWithScripts(CodePickler):
 
     def reducer_override(self, value: Any) -> Any:
         """See ``pickle.Pickler.reducer_override``."""
-        if isinstance(value, torch.storage.TypedStorage):  # a new object for every tensor
-            memory: torch.UntypedStorage = value._untyped_storage  # noqa: SLF001  (the public method warns)
-            if memory.device.type == "cpu" and memory.nbytes() > 0:
-                memory = self._memory.setdefault((memory.data_ptr(), memory.nbytes()), memory)
-                return _storage_of, (memory, value.dtype)
-        if isinstance(value, torch.UntypedStorage) and value.device.type == "cpu":  # torch's own pickles do not load
-            return _memory_of, (_bytes_in(value).tobytes(),)
+        if isinstance(value, torch.storage.TypedStorage | torch.UntypedStorage):
+            return self._storages.reduced(value)
         if isinstance(value, torch.jit.ScriptModule):
             return script_of, (script_bytes(value),)
         if isinstance(value, torch.nn.Parameter) and id(value) in self._parameters:
             return _parameter_of, self._parameters[id(value)]
-        if parametrizations.is_parametrized(value):
-            return parametrizations.reduced(value)
-        if omitted_state.has_hooks(value):
-            return omitted_state.reduced_parameter(value)
-        if omitted_state.has_default_pickle(value):
-            return omitted_state.reduced_optimizer(value)
+        for applies, reduced in _REDUCERS:
+            if applies(value):
+                return reduced(value)
         return super().reducer_override(value)
 
 
@@ -182,21 +180,6 @@ def script_of(content: bytes) -> torch.jit.ScriptModule:
         warnings.simplefilter("ignore", DeprecationWarning)
         module: torch.jit.ScriptModule = torch.jit.load(io.BytesIO(content), map_location="cpu")  # type: ignore[no-untyped-call]
         return module
-
-
-def _bytes_in(memory: torch.UntypedStorage) -> npt.NDArray[np.uint8]:
-    array: npt.NDArray[np.uint8] = torch.empty(0, dtype=torch.uint8).set_(memory).numpy()
-    return array
-
-
-def _memory_of(content: bytes) -> torch.UntypedStorage:
-    memory = torch.UntypedStorage(len(content))
-    _bytes_in(memory)[:] = np.frombuffer(content, np.uint8)
-    return memory
-
-
-def _storage_of(memory: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:
-    return torch.storage.TypedStorage(wrap_storage=memory, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
 
 
 def _parameter_of(module: torch.jit.ScriptModule, name: str) -> torch.nn.Parameter:

@@ -416,6 +416,56 @@ def test_a_run_interrupted_within_an_epoch_ends_like_an_uninterrupted_one(group,
         assert np.array_equal(wanted, resumed)
 
 
+class Synchronizing(Hooks):
+    """Synchronizes after six batches of the second epoch, as before a checkpoint."""
+
+    def on_step_end(self, report, trainer):
+        super().on_step_end(report, trainer)
+        if (report.epoch, report.step) == (1, 6):
+            report.synchronize()
+
+
+class SynchronizingInterrupted(Interrupting):
+    """Also synchronizes there."""
+
+    def on_step_end(self, report, trainer):
+        if (report.epoch, report.step) == (1, 6):
+            report.synchronize()
+        super().on_step_end(report, trainer)
+
+
+def interrupted_with_moving_averages():
+    """Return what an uninterrupted run and an interrupted one end with: the model's state, and the last validation."""
+    from lightning.pytorch.callbacks import EMAWeightAveraging  # noqa: PLC0415
+
+    import sparkhvd.torch as hvd  # noqa: PLC0415
+
+    whole = source([(5, 3), (2, 7), (4, 2)] * 3, session.current().world.rank)
+
+    def trained(hooks, state=None):
+        trainer = trainer_of(module("normalizing"), 3, callbacks=[EMAWeightAveraging(decay=0.9)])
+        if state is not None:
+            trainer.restore(state)
+        trainer.fit(whole, whole, hooks)
+        weights = {name: value.tolist() for name, value in trainer._package.model.state_dict().items()}
+        return weights, average_over_ranks(hooks.reports[-1], session.current()).validation
+
+    undisturbed, interrupting = trained(Synchronizing()), SynchronizingInterrupted()
+    with pytest.raises(InterruptedError):
+        trained(interrupting)
+    state, own = interrupting.found
+    return undisturbed, trained(Hooks(first_epoch=1, first_step=6, rank_state=own), hvd.broadcast_object(state, 0))
+
+
+def test_moving_averages_of_running_statistics_resume_as_if_uninterrupted(group):
+    results = group.run(interrupted_with_moving_averages)
+    for (weights, validation), (resumed_weights, resumed_validation) in results:
+        assert resumed_validation == pytest.approx(validation, rel=1e-6)
+        for name, values in weights.items():
+            np.testing.assert_allclose(resumed_weights[name], values, rtol=1e-6, atol=1e-8, err_msg=name)
+    assert all(result == results[0] for result in results)
+
+
 def resumed_by_others_with_a_limit(done, limit):
     """Return the reported steps of ranks that take over the rest of an epoch of at most ``limit`` steps."""
     limited = {"trainer_args": {"limit_train_batches": limit}}
