@@ -20,17 +20,17 @@ class Storages:
 
     def reduced(self, storage: torch.storage.TypedStorage | torch.UntypedStorage) -> Any:
         """Return the reduced form of a storage, see ``pickle.Pickler.reducer_override``."""
-        is_memory = isinstance(storage, torch.UntypedStorage)
-        memory = storage if is_memory else storage._untyped_storage  # noqa: SLF001  (the public method warns)
+        if isinstance(storage, torch.UntypedStorage):
+            return _memory_of, (_bytes_in(storage).tobytes(),)
+        memory: torch.UntypedStorage = storage._untyped_storage  # noqa: SLF001  (the public method warns)
         if memory.device.type != "cpu" or memory.nbytes() == 0:
             return NotImplemented
-        if is_memory:
-            return _memory_of, (_bytes_in(memory).tobytes(),)
         return _typed, (self._pickled.setdefault((memory.data_ptr(), memory.nbytes()), memory), storage.dtype)
 
 
 def _bytes_in(memory: torch.UntypedStorage) -> npt.NDArray[np.uint8]:
-    array: npt.NDArray[np.uint8] = torch.empty(0, dtype=torch.uint8).set_(memory).numpy()
+    on_cpu: torch.UntypedStorage = memory.cpu()  # type: ignore[no-untyped-call]
+    array: npt.NDArray[np.uint8] = torch.empty(0, dtype=torch.uint8).set_(on_cpu).numpy()
     return array
 
 
