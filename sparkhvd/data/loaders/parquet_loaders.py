@@ -139,7 +139,8 @@ def tf_dataset(data: str | Manifest, batch_size: int, *, epochs: int = 1, **opti
     """Return the batches of this rank's rows as a ``tf.data.Dataset`` of dicts of tensors by column.
 
     It yields the rows ``epochs`` times, with ``shuffle`` in another order each time. It is batched and prefetched
-    already; do not ``shard`` it. A rank without rows in the last step of an epoch gets a batch with no rows.
+    already, and does not tune itself; do not ``shard`` it. A rank without rows in the last step of an epoch gets a
+    batch with no rows.
 
     Args:
         data: see ``torch_loader``.

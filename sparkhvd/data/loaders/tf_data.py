@@ -28,7 +28,20 @@ def dataset(source: RowSource, epochs: int) -> tf.data.Dataset:
     dataset = tf.data.Dataset.from_generator(batches, output_signature=signature)
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
-    return dataset.apply(tf.data.experimental.assert_cardinality(source.steps() * epochs)).with_options(options)
+    dataset = dataset.apply(tf.data.experimental.assert_cardinality(source.steps() * epochs)).with_options(options)
+    return without_tuning(dataset)
+
+
+def without_tuning(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Return a pipeline that does not tune itself while it runs; neither do pipelines made from it.
+
+    On a busy machine, the end of an iterator of a self-tuning pipeline sometimes takes up to a minute, during which it
+    holds the GIL: TensorFlow wakes the tuning thread before it marks the iterator as cancelled, so the thread may see
+    no reason to end and sleep again.
+    """
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    return dataset.with_options(options)
 
 
 def sparse_tensor(array: np.ndarray[Any, Any], width: int, dtype: str = "float64") -> tf.SparseTensor:

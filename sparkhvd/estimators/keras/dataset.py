@@ -170,16 +170,14 @@ class BatchDataset(keras.utils.PyDataset):  # type: ignore[misc]  # keras has no
 def as_input_of_fit(data: BatchDataset) -> Any:
     """Return the dataset as an argument for one call of ``model.fit``; on TensorFlow, a ``tf.data.Dataset``.
 
-    Keras would make one that tunes itself. On a busy machine, the end of its iterator sometimes takes up to a minute,
-    during which it holds the GIL: TensorFlow wakes the tuning thread before it marks the iterator as cancelled, so the
-    thread may see no reason to end and sleep again.
+    Keras would make the same one, except that it would tune itself; ``without_tuning`` explains why this must not be.
     """
     if keras.config.backend() != "tensorflow":
         return data
     import tensorflow as tf  # noqa: PLC0415  (only the backend in use is imported)
     from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter  # noqa: PLC0415  (not exported)
 
-    options = tf.data.Options()
-    options.autotune.enabled = False
-    dataset = PyDatasetAdapter(data).get_tf_dataset().with_options(options)
-    return dataset.apply(tf.data.experimental.assert_cardinality(len(data)))
+    from sparkhvd.data.loaders.tf_data import without_tuning  # noqa: PLC0415  (imports TensorFlow)
+
+    dataset = PyDatasetAdapter(data).get_tf_dataset()
+    return without_tuning(dataset.apply(tf.data.experimental.assert_cardinality(len(data))))

@@ -264,6 +264,7 @@ from sparkhvd.data import tf_dataset, torch_loader
 folder, nine, sparse = sys.argv[1:]
 data = tf_dataset(folder, 64, epochs=2, columns=["id", "a.b", "a"], seed=4)
 assert data.cardinality().numpy() == 10
+assert data.map(lambda row: row["id"]).options().autotune.enabled is False
 loader = torch_loader(folder, 64, columns=["id"], seed=4)
 wanted = [batch["id"].tolist() for batch in loader]
 loader.set_epoch(1)
