@@ -42,7 +42,7 @@ class RunOptions:
     priority: int = 0
 
     def config(self, environment: Mapping[str, str]) -> Config:
-        """Return the settings of an environment, with ``start_timeout`` of these options: ``init()`` waits as long."""
+        """Return the settings of an environment. If these options set ``start_timeout``, it also limits ``init()``."""
         config = from_environment(environment)
         return config if self.start_timeout is None else replace(config, start_timeout=float(self.start_timeout))
 
@@ -85,7 +85,7 @@ def check_options(options: RunOptions, launcher: str) -> None:
 
 
 def check_names(name: str, values: Iterable[str] | None) -> None:
-    """Reject a single string where a list of names is expected.
+    """Reject a string in place of a list of names.
 
     Raises:
         ConfigError: the value is a string.
@@ -102,8 +102,8 @@ def check_counts(num_proc: int | None, gpus_per_task: float | None = None, cpus_
     """
     for name, value in (("num_proc", num_proc), ("cpus_per_task", cpus_per_task)):
         if value is not None and not is_count(value, 1):
-            or_all = " Leave it out to use all slots." if name == "num_proc" else ""
-            raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}.{or_all}")
+            hint = " Leave it out to use all slots." if name == "num_proc" else ""
+            raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}.{hint}")
     if gpus_per_task is not None:
         amount = _number(gpus_per_task)
         if not (0 < amount <= 1 or (amount > 0 and amount.is_integer())):
@@ -138,7 +138,8 @@ def checked_environment(env: Mapping[str, str | None] | None) -> dict[str, str |
     for name, value in changes.items():
         if not isinstance(name, str) or not (value is None or isinstance(value, str)):
             raise ConfigError(
-                f"env[{name!r}] has a value of type {type(value).__name__}. Names and values must be strings."
+                "The names and values of env must be strings, or None to remove a variable, got "
+                f"{name!r} with a value of type {type(value).__name__}."
             )
         if not name or "=" in name or "\0" in name or "\0" in (value or ""):
             raise ConfigError(

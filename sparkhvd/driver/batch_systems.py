@@ -24,7 +24,7 @@ class Allocation:
 
     Attributes:
         job: the name of the job in messages, such as ``Slurm job 17``.
-        hosts: the hosts, with as many slots as the job has tasks there.
+        hosts: the hosts; each has as many slots as it has tasks of the job.
         slurm_id: the id of a Slurm job, with which ``srun`` reaches its hosts; None for LSF.
     """
 
@@ -83,10 +83,10 @@ def _slurm_numbers(ranges: str, nodes: str) -> Iterator[str]:
 
 def _slurm_counts(tasks: str) -> Iterator[int]:
     for item in tasks.split(","):
-        found = _SLURM_COUNT.fullmatch(item.strip())
-        if found is None:
+        match = _SLURM_COUNT.fullmatch(item.strip())
+        if match is None:
             raise _malformed("SLURM_TASKS_PER_NODE", tasks, f"{item!r} is not a number of tasks")
-        yield from [int(found[1])] * int(found[2] or 1)
+        yield from [int(match[1])] * int(match[2] or 1)
 
 
 def _lsf_hosts(environment: Mapping[str, str]) -> tuple[Host, ...]:
@@ -97,19 +97,19 @@ def _lsf_hosts(environment: Mapping[str, str]) -> tuple[Host, ...]:
             raise ConfigError(
                 f"LSB_DJOB_RANKFILE={path} cannot be read: {error.strerror}. Name the hosts with -H host1:2,host2:2."
             ) from error
-        return _counted([line.split()[0] for line in lines if line.split()])
-    if both := environment.get("LSB_MCPU_HOSTS", "").split():
-        names, counts = both[::2], both[1::2]
+        return _hosts_of_slots([line.split()[0] for line in lines if line.split()])
+    if words := environment.get("LSB_MCPU_HOSTS", "").split():
+        names, counts = words[::2], words[1::2]
         if len(names) != len(counts) or not all(count.isdecimal() for count in counts):
-            raise _malformed("LSB_MCPU_HOSTS", " ".join(both), "it must consist of pairs of host and slots")
-        return _counted([name for name, count in zip(names, counts, strict=True) for _ in range(int(count))])
-    return _counted(environment.get("LSB_HOSTS", "").split())
+            raise _malformed("LSB_MCPU_HOSTS", " ".join(words), "it must consist of pairs of a host and its slots")
+        return _hosts_of_slots([name for name, count in zip(names, counts, strict=True) for _ in range(int(count))])
+    return _hosts_of_slots(environment.get("LSB_HOSTS", "").split())
 
 
-def _counted(names: Sequence[str]) -> tuple[Host, ...]:
-    """Return the hosts in the order in which they first appear; each name is one slot."""
+def _hosts_of_slots(names: Sequence[str]) -> tuple[Host, ...]:
+    """Return the hosts of a list with one name per slot, in the order in which they first appear."""
     return tuple(Host(name, count) for name, count in Counter(names).items())
 
 
-def _malformed(name: str, value: str, why: str) -> ConfigError:
-    return ConfigError(f"{name}={value!r} has an unknown form: {why}. Name the hosts with -H host1:2,host2:2.")
+def _malformed(name: str, value: str, problem: str) -> ConfigError:
+    return ConfigError(f"{name}={value!r} has an unknown form: {problem}. Name the hosts with -H host1:2,host2:2.")

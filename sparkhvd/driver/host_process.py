@@ -130,13 +130,13 @@ class HostProcess:
         self._outbox.put(pickle.dumps(message))
 
     def hang_up(self, *, is_lost: bool = False) -> None:
-        """Tell the host to end its ranks, and return at once. If the host is lost, ``close`` does not wait for it."""
+        """Make the host end its ranks; return at once. If the host is lost, ``close`` does not wait for it."""
         self._outbox.put(None)
         has_ranks = self._answered and not is_lost  # a host that has not answered runs no ranks
         self._end_deadline = self._end_deadline or Deadline.after(self._end_seconds if has_ranks else 0.0)
 
     def close(self) -> None:
-        """Hang up, wait at most ``end_seconds`` for the process to end, and kill what is left of its process group."""
+        """Hang up, wait at most ``end_seconds`` for the process to end, then kill the rest of its process group."""
         self.hang_up()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(0.0 if self._end_deadline is None else self._end_deadline.remaining())

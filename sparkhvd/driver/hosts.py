@@ -58,24 +58,24 @@ def parse_hostfile(text: str) -> tuple[Host, ...]:
 
 
 def take_slots(hosts: Sequence[Host], num_proc: int | None) -> tuple[Host, ...]:
-    """Return the hosts with as many of their slots as there are ranks, in the order of the hosts.
+    """Return the first hosts that have slots for all ranks, with as many slots as there are ranks in total.
 
     Raises:
         SlotsError: there are fewer slots than ranks.
     """
-    left = sum(host.slots for host in hosts) if num_proc is None else num_proc
-    check_slots(hosts, "num_proc", left)
+    remaining = sum(host.slots for host in hosts) if num_proc is None else num_proc
+    check_slots(hosts, "num_proc", remaining)
     taken = []
     for host in hosts:
-        count = min(host.slots, left)
-        left -= count
+        count = min(host.slots, remaining)
+        remaining -= count
         if count:
             taken.append(Host(host.name, count))
     return tuple(taken)
 
 
 def check_slots(hosts: Sequence[Host], name: str, ranks: int) -> None:
-    """Check that hosts have slots for all ranks; ``name`` is the argument that asks for them.
+    """Check that hosts have slots for all ranks; ``name`` is the argument that sets their number.
 
     Raises:
         SlotsError: there are fewer slots than ranks.
@@ -90,10 +90,10 @@ def check_slots(hosts: Sequence[Host], name: str, ranks: int) -> None:
 
 
 def check_name(name: str) -> None:
-    """Check that a host's name is a name or an address.
+    """Check that a host is named by a valid host name or address.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: the name is neither.
     """
     if not is_ipv6(name) and (not _NAME.fullmatch(name) or name.startswith("-")):
         raise ConfigError(f"{name!r} is not a valid host name.")

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# A launcher is one module and one row here, or an entry point of another package.
+# Each launcher is one module and one row of this table, or an entry point of another package.
 LAUNCHERS = Registry(
     "sparkhvd.launchers",
     MappingProxyType(
@@ -51,7 +51,7 @@ class LaunchRequest:
         resources: cores and GPUs of a Spark task of this job.
         extra_mpi_args: additional arguments of ``mpirun``.
         hosts: machines to use without Spark.
-        access: how to reach them.
+        access: how to reach the hosts.
         rows: a DataFrame with one partition per rank; None passes no rows.
     """
 
@@ -100,7 +100,7 @@ class Launcher(Protocol):
 
     Attributes:
         on_spark: whether the ranks run in Spark tasks.
-        takes_rows: whether it passes the rows of a DataFrame to the ranks.
+        takes_rows: whether the launcher passes the rows of a DataFrame to the ranks.
 
     A launcher that reserves ``cpus_per_task`` and ``gpus_per_task`` without Spark sets ``takes_resources = True``.
     """
@@ -139,8 +139,8 @@ def launcher_class(name: str) -> type[Launcher]:
 def choose_launcher(launcher: str, use_mpi: bool | None, use_gloo: bool | None, request: LaunchRequest) -> str:
     """Return the name of the launcher to use.
 
-    ``auto`` is the barrier launcher, unless ``use_mpi`` or ``extra_mpi_args`` selects Open MPI or ``hosts`` ssh.
-    Horovod's ``use_gloo`` selects the barrier launcher.
+    ``auto`` is the barrier launcher by default. ``use_mpi`` and ``extra_mpi_args`` select the mpi launcher, and
+    ``hosts`` selects ssh. Horovod's ``use_gloo`` selects the barrier launcher.
 
     Raises:
         ConfigError: the launcher is unknown, or the arguments contradict each other.

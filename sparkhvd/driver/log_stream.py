@@ -34,7 +34,7 @@ class LogStream:
     Args:
         stdout: destination of stdout lines; None means ``sys.stdout`` at the time a line arrives. Files of a Store get
             the lines without prefixes.
-        stderr: the same for stderr.
+        stderr: the same for stderr lines and ``sys.stderr``.
         timestamps: whether a line starts with the time of its arrival.
         folder: where each rank's output is also saved, without prefixes, in ``rank.<number>/stdout`` and ``stderr``;
             the numbers are padded with zeros to the same width. None saves nothing.

@@ -10,7 +10,7 @@ import cloudpickle
 from sparkhvd.errors import LaunchError, RankFailedError, StartTimeoutError
 from sparkhvd.rpc.frames import is_host_unreachable
 from sparkhvd.rpc.messages import TaskStatus
-from sparkhvd.rpc.server import SILENT_SECONDS
+from sparkhvd.rpc.server import SILENT_SECONDS, UNANSWERED_SECONDS
 from sparkhvd.task.failure_report import LAUNCH, NOT_EXCHANGED, NOT_STARTED, TOO_LARGE, FailureReport
 from sparkhvd.task.job import FAILURE
 from sparkhvd.task.supervision import Outcome
@@ -33,7 +33,7 @@ def results_of(rows: Sequence[Row], num_proc: int) -> list[bytes]:
         if row.kind == FAILURE:
             raise failure_of(FailureReport.from_json(bytes(row.content)))
     contents: dict[int, list[bytes]] = {}
-    for row in sorted(rows, key=lambda one: (one.rank, one.chunk)):
+    for row in sorted(rows, key=lambda row: (row.rank, row.chunk)):
         contents.setdefault(row.rank, []).append(bytes(row.content))
     missing = sorted(set(range(num_proc)) - set(contents))
     if missing:
@@ -107,13 +107,13 @@ def lost_task(task: TaskStatus, error: OSError) -> FailureReport:
 def tasks_not_ready(
     missing: Sequence[int], hosts: Mapping[int, str], seconds: float, with_rows: bool = False
 ) -> FailureReport:
-    """Return the report for tasks that the other tasks wait for.
+    """Return the report for missing tasks, for which the other tasks wait.
 
     Args:
-        missing: their indices.
+        missing: the indices of the missing tasks.
         hosts: hosts of the tasks that Spark runs, by index, as far as they are known.
         seconds: the user's ``start_timeout``.
-        with_rows: whether the tasks receive rows. If so, the time starts when the other tasks have received theirs.
+        with_rows: whether the tasks receive rows. If so, the time starts when the other tasks have received their rows.
     """
     run = _listed([f"task {index} on host {hosts[index]}" for index in missing if hosts.get(index)])
     unknown = _listed([f"task {index}" for index in missing if not hosts.get(index)])
@@ -154,7 +154,10 @@ def unresponsive_task(task: TaskStatus) -> FailureReport:
 
 def unreachable_host(task: TaskStatus) -> FailureReport:
     """Return the report for a task whose host cannot be reached any more."""
-    why = "the host has not responded for 9 s. Check that it is running, and the network between it and the driver"
+    why = (
+        f"the host has not responded for {UNANSWERED_SECONDS:g} s. Check that it is running, and the network between "
+        "it and the driver"
+    )
     if task.rank >= 0:
         return FailureReport(task.rank, task.host, f"was cut off from the network ({task.phase}): {why}")
     cause = (

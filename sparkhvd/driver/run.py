@@ -88,8 +88,8 @@ def run(  # noqa: PLR0917 - the order of the arguments is Horovod's
         [(0, 2), (1, 2)]
 
     Args:
-        fn: runs once per rank, in a process of its own. Its code is sent along if it is defined in the main script, a
-            notebook or a module that is not an installed package.
+        fn: runs once per rank, in a process of its own. Its code is sent to the ranks if it is defined in the main
+            script, a notebook or a module that is not an installed package.
         args: positional arguments of ``fn``.
         kwargs: keyword arguments of ``fn``.
         num_proc: number of ranks; None starts as many as the cluster has slots (or this machine has cores, for
@@ -103,7 +103,7 @@ def run(  # noqa: PLR0917 - the order of the arguments is Horovod's
             settings of the driver apply to all ranks.
         stdout: destination of the ranks' stdout, each line as ``[rank]<stdout>:line``; None means ``sys.stdout``.
             ``sparkhvd.LogFiles`` writes it to files of a Store, even if executors cannot reach the driver.
-        stderr: the same for stderr.
+        stderr: the same for the ranks' stderr; None means ``sys.stderr``.
         verbose: 0 leaves output in the executors' logs unless ``stdout``, ``stderr`` or ``output_filename`` is set, 1
             shows it, 2 adds sparkhvd's own debug lines.
         nics: network interfaces whose addresses the ranks use; None uses those that all hosts can reach.

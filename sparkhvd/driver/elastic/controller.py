@@ -45,7 +45,7 @@ class Controller:
 
     Args:
         limits: the user's limits.
-        cooldown: how long a failing host gets no new worker.
+        cooldown: how long no worker is started on a host after a failure there.
         workers: starts and ends the workers.
         membership: connects the workers to this controller.
         inbox: the events of workers, membership and discovery.
@@ -83,7 +83,7 @@ class Controller:
         while True:
             done = self._carry_out_decisions()
             if done is not None:
-                return self._checked([self._results[worker] for worker in done.workers])
+                return self._within_limit([self._results[worker] for worker in done.workers])
             self._report_shortage()
             try:
                 event = self._inbox.get(timeout=_TICK_SECONDS)
@@ -140,7 +140,9 @@ class Controller:
         if decision.separated:
             logger.warning("%s.", decision.separated)
             self._roster.note(decision.separated)
-        left = {worker: member.generation for worker in workers if (member := self._roster.member(worker))}
+        previous_generations = {
+            worker: member.generation for worker in workers if (member := self._roster.member(worker))
+        }
         generation = self._roster.formed(workers, time.monotonic())
         self._failures.clear()
         port = self._membership.open_rendezvous(generation)
@@ -155,7 +157,7 @@ class Controller:
             self._workers.assign(worker, slot.world.rank)
             host_key, bind_host = slot.offer.host_hash, slot.offer.bind_host
             assignment = Assignment(generation, slot.world, port, host_key, bind_host, self._published, answer_timeout)
-            self._membership.assign(worker, left[worker], assignment)
+            self._membership.assign(worker, previous_generations[worker], assignment)
         logger.info("Generation %d has %d ranks.", generation, len(workers))
 
     def _handle(self, event: Event) -> None:
@@ -225,7 +227,7 @@ class Controller:
         return {host: slots for host, slots in capacity.items() if host not in unusable}
 
     def _error(self, decision: Fail) -> LaunchError:
-        """Return the error for a failed job: the error of the last generation's first failed rank, if any."""
+        """Return the error for a failed job: that of the first rank that failed in the last generation, if one did."""
         for failure in self._failures:
             if failure.error and failure.error == decision.error:
                 return failure_of(failure, decision.why)
@@ -239,7 +241,7 @@ class Controller:
         return error
 
     @staticmethod
-    def _checked(results: list[bytes]) -> list[bytes]:
+    def _within_limit(results: list[bytes]) -> list[bytes]:
         size = sum(map(len, results))
         if size > RESULT_CAP_BYTES:
             raise LaunchError(

@@ -1,4 +1,4 @@
-"""Discovery of slots: calls a function or a script that returns the hosts, once per second."""
+"""Discovery of slots: once per second, calls a function or runs a script that lists the hosts."""
 
 from __future__ import annotations
 
@@ -51,14 +51,16 @@ class DiscoveryFunction:
 
     def find(self) -> Mapping[str, int]:
         """Return the number of slots by host."""
-        found = self._function()
-        if not isinstance(found, Mapping):
-            raise ConfigError(f"discovery must return a dict of slots by host, like {{'host1': 2}}, got {found!r}.")
-        for host, slots in found.items():
+        slots_by_host = self._function()
+        if not isinstance(slots_by_host, Mapping):
+            raise ConfigError(
+                f"discovery must return a dict of slots by host, like {{'host1': 2}}, got {slots_by_host!r}."
+            )
+        for host, slots in slots_by_host.items():
             if not isinstance(host, str) or not is_count(slots, 0):
                 raise ConfigError(f"discovery must return numbers of slots by host, got {host!r}: {slots!r}.")
             check_name(host)
-        return {host: int(slots) for host, slots in found.items()}
+        return {host: int(slots) for host, slots in slots_by_host.items()}
 
     def cancel(self) -> None:
         """Do nothing: a function cannot be interrupted."""
@@ -69,7 +71,7 @@ class DiscoveryScript:
 
     Args:
         command: the script and its arguments, in shell syntax.
-        default_slots: the number of slots of a host that is printed without a number.
+        default_slots: the number of slots of a host for which the script prints no number.
         seconds: the time after which a running script is killed.
 
     Raises:
@@ -90,7 +92,7 @@ class DiscoveryScript:
         """Run the script and return the number of slots by host.
 
         Raises:
-            LaunchError: the script failed, took too long, or printed a line in another form.
+            LaunchError: the script failed, took too long, or printed an invalid line.
         """
         with self._lock:
             if self._cancelled:
@@ -138,12 +140,12 @@ class DiscoveryScript:
 
 
 def parse_discovered(text: str, default_slots: int) -> dict[str, int]:
-    """Return the slots by host of a script's output.
+    """Return the slots by host that a script has printed.
 
     Raises:
         LaunchError: a line is not ``host`` or ``host:slots``.
     """
-    found: dict[str, int] = {}
+    slots_by_host: dict[str, int] = {}
     for line in filter(None, map(str.strip, text.splitlines())):
         has_slots = _WITH_SLOTS.fullmatch(line) is not None and not is_ipv6(line)
         try:
@@ -154,8 +156,8 @@ def parse_discovered(text: str, default_slots: int) -> dict[str, int]:
             raise LaunchError(
                 f"The host discovery script printed the line {line[:_MAX_SHOWN]!r}; expected 'host' or 'host:slots'."
             )
-        found[hosts[0].name] = hosts[0].slots if has_slots else default_slots
-    return found
+        slots_by_host[hosts[0].name] = hosts[0].slots if has_slots else default_slots
+    return slots_by_host
 
 
 class DiscoveryThread:
@@ -179,20 +181,20 @@ class DiscoveryThread:
 
     def _run(self) -> None:
         known: dict[str, int] | None = None
-        failing = ""
+        last_failure = ""
         while not self._stopping.is_set():
             try:
-                found = dict(self._discovery.find())
+                offered = dict(self._discovery.find())
             except BaseException as error:  # noqa: BLE001 - a user's function may raise anything
                 why = f"{type(error).__name__}: {error}" if not isinstance(error, LaunchError) else str(error)
-                if not self._stopping.is_set() and why != failing:
+                if not self._stopping.is_set() and why != last_failure:
                     first = known is None
                     what = "The hosts of the job cannot be determined" if first else "The discovery of hosts failed"
                     self._inbox.put(DiscoveryFailed(f"{what}: {why}", first))
-                failing = why
+                last_failure = why
             else:
-                failing = ""
-                if not self._stopping.is_set() and found != known:
-                    known = found
-                    self._inbox.put(Offered(found))
+                last_failure = ""
+                if not self._stopping.is_set() and offered != known:
+                    known = offered
+                    self._inbox.put(Offered(offered))
             self._stopping.wait(self._interval)

@@ -19,11 +19,11 @@ def driver_addresses(hosts: Sequence[str] | None) -> tuple[str, list[str]]:
     Args:
         hosts: the names of the hosts; None if they are not known yet.
     """
-    elsewhere = [host for host in hosts or () if not is_this_machine(host)]
-    if hosts is not None and not elsewhere:
+    remote_hosts = [host for host in hosts or () if not is_this_machine(host)]
+    if hosts is not None and not remote_hosts:
         return LOOPBACK, [LOOPBACK]
-    towards = list({outgoing_address(host) for host in elsewhere})
-    if len(towards) == 1 and not is_loopback(towards[0]):  # loopback means that only ssh resolves the name
-        return towards[0], towards
-    own = [one.address for one in interfaces() if not is_loopback(one.address)]
-    return "::" if socket.has_dualstack_ipv6() else "0.0.0.0", own or [LOOPBACK]  # noqa: S104
+    addresses = list({outgoing_address(host) for host in remote_hosts})
+    if len(addresses) == 1 and not is_loopback(addresses[0]):  # loopback means that only ssh resolves the name
+        return addresses[0], addresses
+    all_addresses = [interface.address for interface in interfaces() if not is_loopback(interface.address)]
+    return "::" if socket.has_dualstack_ipv6() else "0.0.0.0", all_addresses or [LOOPBACK]  # noqa: S104

@@ -72,7 +72,7 @@ class _Listener:
 
 
 class HostWorkers:
-    """Starts workers on the hosts of a list or of a discovery.
+    """Starts workers on listed or discovered hosts.
 
     Args:
         job: the job of the workers.
@@ -80,7 +80,7 @@ class HostWorkers:
         membership: the address of the membership server, without a worker's number.
         bind_host: the local address at which the hosts reach this driver.
         stream: receives the workers' output.
-        inbox: receives their locations and their ends.
+        inbox: receives the locations and the ends of the workers.
     """
 
     def __init__(  # noqa: PLR0917
@@ -98,7 +98,7 @@ class HostWorkers:
         self._inbox = inbox
         self._setup = host_setup()
         self._numbers = itertools.count()
-        self._lock = threading.Lock()  # guards all below
+        self._lock = threading.Lock()  # guards the fields below, up to _ending
         self._hosts: dict[str, _Host] = {}
         self._offered: dict[str, int] = {}
         self._ranks: dict[int, int] = {}  # by worker, for messages
@@ -116,7 +116,7 @@ class HostWorkers:
         self._job = job.with_driver_addresses(tuple((name, self._server.port) for name in names))
 
     def note_offer(self, capacity: Mapping[str, int]) -> dict[str, str]:
-        """End the processes of hosts that neither offer slots nor run workers; return no host."""
+        """End the processes of hosts that neither offer slots nor run workers. Return an empty mapping."""
         with self._lock:
             self._offered = {host: slots for host, slots in capacity.items() if slots > 0}
             for host in list(self._hosts.values()):
@@ -224,7 +224,7 @@ class HostWorkers:
     def _end(self, host: _Host) -> None:
         """End a host's process in the background; the caller holds the lock."""
         self._hosts.pop(host.name, None)
-        self._ending = [one for one in self._ending if not one.done()]
+        self._ending = [ending for ending in self._ending if not ending.done()]
         if host.process is not None:
             host.process.hang_up()
             self._ending.append(in_background(host.process.close, "sparkhvd-host-end"))

@@ -30,7 +30,7 @@ class LocalWorkers:
         job: the job of the workers; ``num_proc`` is the number of ranks that share the cores.
         membership: the address of the membership server, without a worker's number.
         stream: receives the workers' output.
-        inbox: receives their locations and their ends.
+        inbox: receives the locations and the ends of the workers.
     """
 
     def __init__(
@@ -48,9 +48,9 @@ class LocalWorkers:
 
     def note_offer(self, capacity: Mapping[str, int]) -> dict[str, str]:
         """Return the offered hosts on which no worker can run, with the reason for each."""
-        elsewhere = [host for host in capacity if not is_this_machine(host)]
+        remote_hosts = [host for host in capacity if not is_this_machine(host)]
         return {
-            host: f"{host} is not this machine; launcher='ssh' starts ranks on other machines" for host in elsewhere
+            host: f"{host} is not this machine; launcher='ssh' starts ranks on other machines" for host in remote_hosts
         }
 
     def start(self, worker: int, host: str) -> None:

@@ -1,6 +1,6 @@
 """The decisions of an elastic job: a pure function of its members, the offered slots, its limits and the time.
 
-A *generation* is one fixed group of ranks. The job is idle once a member has left the generation or was lost. The
+A *generation* is one fixed group of ranks. The job is idle once a member has left the generation or is lost. The
 survivors then form the next generation as soon as all of them have arrived. Workers that become ready after that join
 in a later generation.
 """
@@ -117,7 +117,7 @@ class View:
         fruitless: see ``MAX_FRUITLESS``.
         failed_starts: the number of workers that failed before ``hvd.init()`` since the last worker that reached it; 0
             as long as an offered host has had no such failure.
-        failed_end: why a rank failed, or left its generation, after others had finished; empty if none has.
+        failed_end: why a rank failed, or left its generation, after others had finished; empty if no rank has.
         final_error: an error that the user's function would raise in every attempt; empty if there was none.
         same_error: the error of the user's function that has ended the most generations since the last new commit.
         same_errors: how many generations ``same_error`` has ended since then.
@@ -201,7 +201,7 @@ class Fail:
     Attributes:
         why: the reason.
         started: whether any generation has formed.
-        error: the error of the user's function that ended it; empty if it was something else.
+        error: the error of the user's function that ended the job; empty if something else ended it.
     """
 
     why: str
@@ -213,7 +213,7 @@ Decision = Start | Stop | Notify | LeaveOut | Form | Done | Fail
 
 
 def decide(view: View, limits: Limits, now: float) -> list[Decision]:
-    """Return the decisions for now. After carrying them out, decide again with the new view."""
+    """Return the decisions for this view and time. Carry them out, then decide again with the new view."""
     current = [member for member in view.members if member.generation == view.generation > 0]
     if view.failed_end:
         return [
@@ -224,7 +224,7 @@ def decide(view: View, limits: Limits, now: float) -> list[Decision]:
         return [Fail(why, view.generation > 0, view.final_error)]
     if any(member.phase in {Phase.FINISHED, Phase.RETURNED} for member in view.members):
         if all(member.phase is Phase.RETURNED for member in current):
-            return [Done(tuple(member.worker for member in sorted(current, key=lambda one: one.rank)))]
+            return [Done(tuple(member.worker for member in sorted(current, key=lambda member: member.rank)))]
         return []
     leaving = _workers_beyond_capacity(view)
     decisions: list[Decision] = []
@@ -331,11 +331,11 @@ def _separated_hosts(view: View) -> list[tuple[str, str]]:
 
 
 def _leave_out_decision(view: View, limits: Limits, leaving: frozenset[int]) -> LeaveOut | None:
-    """Return the workers without which all others reach each other; None if all do, or if too few would be left.
+    """Return the workers to leave out so that all others reach each other; None if all do, or if too few would remain.
 
-    Among the possible hosts, the fewest ranks are lost, then the fewest that hold the newest commit, and the host of
-    the next rank 0 stays. At least one rank with the newest commit always stays. So a host that keeps failing is the
-    one that is left out again, because its new workers have no commit.
+    If there is a choice of hosts, the job loses as few ranks as possible. The next criteria are to lose as few workers
+    with the newest commit as possible, and to keep the host of the next rank 0. At least one worker with the newest
+    commit always stays. So a host that keeps failing is left out again, because its new workers have no commit.
     """
     pairs = [(one, other) for one, other in _separated_hosts(view) if one != other]
     if not pairs or any(member.phase is Phase.RUNNING for member in view.members):
@@ -350,7 +350,7 @@ def _leave_out_decision(view: View, limits: Limits, leaving: frozenset[int]) -> 
 
     hosts = _smallest_cover(pairs, cost)
     if first.commit >= 0 and hosts.issuperset(holders):
-        others = _neighbours(first.host, pairs)
+        others = _unreachable_from(first.host, pairs)
         hosts = others | _smallest_cover([pair for pair in pairs if not others.intersection(pair)], cost)
     if ranks.total() - cost(hosts)[0] < limits.min_size:
         return None
@@ -379,7 +379,8 @@ def _pairs_text(pairs: Sequence[tuple[str, str]]) -> str:
     return f"Hosts reach the driver but not each other: {listed}{more}"
 
 
-def _neighbours(host: str, pairs: Sequence[tuple[str, str]]) -> frozenset[str]:
+def _unreachable_from(host: str, pairs: Sequence[tuple[str, str]]) -> frozenset[str]:
+    """Return the hosts that form a pair with a host."""
     return frozenset(other for pair in pairs if host in pair for other in pair if other != host)
 
 
@@ -405,7 +406,7 @@ def _exact_cover(
     if counts[worst] == 1:
         return frozenset(min(pair, key=lambda host: cost(frozenset([host]))) for pair in pairs)
     leaving_worst_out = frozenset([worst]) | _exact_cover([pair for pair in pairs if worst not in pair], cost)
-    others = _neighbours(worst, pairs)
+    others = _unreachable_from(worst, pairs)
     keeping_worst = others | _exact_cover([pair for pair in pairs if not others.intersection(pair)], cost)
     return min(leaving_worst_out, keeping_worst, key=cost)
 

@@ -1,4 +1,4 @@
-"""The workers of an elastic job: turns reports, which may be late or doubled, into the view for ``policy.decide``."""
+"""The workers of an elastic job: turns reports, which may be late or repeated, into the view for ``policy.decide``."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ def run_elastic(  # noqa: PLR0917 - the order of the arguments is Horovod's
         reset_limit: largest number of changes of the ranks; None sets no limit.
         env: variables to add to the ranks' environment; the value None removes a variable.
         stdout: destination of the ranks' stdout, each line as ``[rank]<stdout>:line``; None means ``sys.stdout``.
-        stderr: the same for stderr.
+        stderr: the same for the ranks' stderr; None means ``sys.stderr``.
         verbose: 0 shows no output unless ``stdout``, ``stderr`` or ``output_filename`` is set, 1 shows it, 2 adds
             sparkhvd's own debug lines.
         nics: network interfaces that the ranks use, the same on every host; ``local`` ignores it with a warning.
@@ -284,14 +284,14 @@ def run_elastic_with(  # noqa: PLR0917
     warn_ignored_variables(environment)
     if config.encrypt and elastic.launcher != "local":
         check_encryption(spark)
-    most = limits.max_size or limits.num_proc
+    max_ranks = limits.max_size or limits.num_proc
     with ExitStack() as stack:
         if spark is not None:
-            stack.enter_context(turn_of(spark, TaskResources(), most, options.priority))
+            stack.enter_context(turn_of(spark, TaskResources(), max_ranks, options.priority))
         payload = pickle_call(fn, args, kwargs or {}, _importable(elastic.launcher, options, spark))
-        job = _elastic_job(new_job(payload, most, changes, config, options), elastic, spark)
+        job = _elastic_job(new_job(payload, max_ranks, changes, config, options), elastic, spark)
         inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        stream = open_stream(options, most)
+        stream = open_stream(options, max_ranks)
         stack.callback(stream.close)
         bind_host, names = _driver_addresses(elastic, spark)
         limits = replace(limits, answer_timeout=max(ANSWER_SECONDS, config.host_timeout or 0.0))
@@ -299,7 +299,7 @@ def run_elastic_with(  # noqa: PLR0917
         stack.callback(membership.close)
         workers: Workers
         if spark is not None:
-            workers = SparkWorkers(spark, job, most, limits.min_size, membership.address, stream, inbox)
+            workers = SparkWorkers(spark, job, max_ranks, limits.min_size, membership.address, stream, inbox)
         elif elastic.launcher == "ssh":
             workers = HostWorkers(job, elastic.access, membership.address, bind_host, stream, inbox)
         else:
@@ -310,28 +310,28 @@ def run_elastic_with(  # noqa: PLR0917
         elif elastic.hosts:
             inbox.put(Offered({host.name: host.slots for host in elastic.hosts}))
         elif spark is None:
-            inbox.put(Offered({own_host(): most}))
+            inbox.put(Offered({own_host(): max_ranks}))
         contents = Controller(limits, cooldown, workers, membership, inbox).run()
     if job.commits is not None:
-        _delete(job.commits)
+        _delete_commits(job.commits)
     return unpickled(contents)
 
 
 def _elastic_job(job: Job, elastic: ElasticOptions, spark: SparkSession | None) -> Job:
     """Return a job with its commit folder; on one machine, all ranks share the network and the packages."""
-    job = replace(job, commits=_commits(elastic, spark))
+    job = replace(job, commits=_commit_folder(elastic, spark))
     return replace(job, nics=(), versions=()) if elastic.launcher == "local" else job
 
 
-def _commits(elastic: ElasticOptions, spark: SparkSession | None) -> CommitFolder | None:
-    """Return where the job publishes its commits."""
+def _commit_folder(elastic: ElasticOptions, spark: SparkSession | None) -> CommitFolder | None:
+    """Return the folder in which the job publishes its commits; None without a Store."""
     if elastic.store is None:
         return None
     store = elastic.store if spark is None else with_spark_credentials(elastic.store, spark)
     return CommitFolder(store, layout.commits_folder(secrets.token_hex(8)), float(elastic.commit_interval))
 
 
-def _delete(commits: CommitFolder) -> None:
+def _delete_commits(commits: CommitFolder) -> None:
     """Delete the commits of a job that has succeeded."""
     try:
         commits.store.delete(commits.folder)
@@ -377,7 +377,7 @@ def check_limits(elastic: ElasticOptions, start_timeout: float) -> tuple[Limits,
             raise ConfigError(f"{name} must be an integer of at least {number}, got {value!r}.")
     num_proc = plain_count(elastic.num_proc or elastic.min_num_proc or elastic.max_num_proc)
     if num_proc is None:
-        raise ConfigError("An elastic job needs num_proc or min_num_proc, the number of ranks at its start.")
+        raise ConfigError("An elastic job needs a number of ranks. Pass num_proc, min_num_proc or max_num_proc.")
     smallest = int(elastic.min_num_proc or num_proc)
     largest = plain_count(elastic.max_num_proc)
     if elastic.hosts:
@@ -416,5 +416,5 @@ def _cooldown(seconds: tuple[float, float] | None) -> Cooldown:
     shortest, longest = seconds
     check_seconds("cooldown_range", shortest)
     if longest < shortest:
-        raise ConfigError(f"cooldown_range={seconds!r} must be the shortest and the longest time.")
+        raise ConfigError(f"cooldown_range must be (shortest, longest) in seconds, got {seconds!r}.")
     return Cooldown(float(shortest), float(longest))

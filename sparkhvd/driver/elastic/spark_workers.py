@@ -4,9 +4,9 @@ Every slot is a *lease*: a Spark job of one ordinary task, which stays through a
 time. Leases without a free core wait in Spark's queue, so dynamic allocation requests executors. A lease that is lost
 is submitted again.
 
-Two jobs that each hold some of the slots that both need would wait for each other. So if a job holds too few slots to
-start while other Spark jobs run, it gives them back after a random time, and requests slots again after another random
-time.
+Two jobs could wait for each other forever if each holds some slots but not enough to start. So if a job holds too few
+slots to start while other Spark jobs run, it gives its slots back after a random time. It requests slots again after
+another random time.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ _END_SECONDS = 8.0
 # The pause before a lease is submitted again: it doubles with every failure in a row.
 _SHORTEST_PAUSE_SECONDS = 0.5
 _LONGEST_PAUSE_SECONDS = 30.0
-# How long a job holds too few slots before it gives them back; it doubles every time.
+# How long a job holds too few slots before it gives them back; the time doubles with every return.
 _HOLD_SECONDS = (10.0, 20.0)
-# How long the job then requests no slots.
+# How long a job requests no slots after it has given its slots back.
 _AWAY_SECONDS = (2.0, 10.0)
 
 
@@ -96,7 +96,7 @@ class LeaseBook:
         self._job = job
         self._stream = stream
         self._inbox = inbox
-        self._lock = threading.Lock()  # guards all below
+        self._lock = threading.Lock()  # guards the fields below, up to _has_formed
         self._leases: dict[int, _Lease] = {}
         self._results: dict[int, list[bytes]] = {}  # the parts that have arrived, by worker
         self._ranks: dict[int, int] = {}  # by worker, for messages
@@ -184,20 +184,20 @@ class LeaseBook:
         for future in waiting:
             future.set_result(EndLease())
 
-    def is_short(self, least: int) -> bool:
+    def is_short(self, min_slots: int) -> bool:
         """Return whether the job holds slots, but too few to start."""
         with self._lock:
-            return not self._has_formed and 0 < len(self._leases) < least
+            return not self._has_formed and 0 < len(self._leases) < min_slots
 
     def has_formed(self) -> bool:
         with self._lock:
             return self._has_formed
 
-    def give_back(self, least: int) -> int:
+    def give_back(self, min_slots: int) -> int:
         """Make the connected tasks end if they are too few to start, and return their number; otherwise return 0."""
         with self._lock:
             count = len(self._leases)
-            if self._has_formed or count >= least:
+            if self._has_formed or count >= min_slots:
                 return 0
             waiting = [lease.waiting for lease in self._leases.values() if lease.waiting is not None]
             self._leases.clear()  # so a task that asks later gets EndLease
@@ -289,7 +289,7 @@ class SparkWorkers:
         spark: the session.
         job: the job of the workers.
         slots: the number of leases.
-        least: the number of slots that the job needs to start.
+        min_slots: the number of slots that the job needs to start.
         membership: the address of the membership server, without a worker's number.
         stream: receives the workers' output.
         inbox: receives the offered slots and the ends of workers.
@@ -300,7 +300,7 @@ class SparkWorkers:
         spark: SparkSession,
         job: Job,
         slots: int,
-        least: int,
+        min_slots: int,
         membership: MembershipAddress,
         stream: LogStream,
         inbox: queue.SimpleQueue[Event],
@@ -309,7 +309,7 @@ class SparkWorkers:
         self._inbox = inbox
         self._book = LeaseBook(job, stream, inbox)
         self._closing = threading.Event()
-        self._least = least
+        self._min_slots = min_slots
         self._back_at = 0.0  # when the job requests slots again; written before ``given_back`` of its runs
         own_host, bind_host = driver_hosts(spark)
         with ExitStack() as stack:
@@ -375,19 +375,19 @@ class SparkWorkers:
             cancel(self._spark, tag, done)
 
     def _share(self) -> None:
-        """Give slots back that are too few to start, until the first generation has formed."""
+        """Give the job's slots back while they are too few to start, until the first generation has formed."""
         random = SystemRandom()
         factor = 1.0
         while not self._book.has_formed():
-            was_short = self._book.is_short(self._least)
+            was_short = self._book.is_short(self._min_slots)
             if self._closing.wait(factor * random.uniform(*_HOLD_SECONDS)):
                 return
-            if was_short and self._book.is_short(self._least) and self._others_run():
+            if was_short and self._book.is_short(self._min_slots) and self._others_run():
                 self._give_way(random.uniform(*_AWAY_SECONDS))
                 factor *= 2
 
     def _others_run(self) -> bool:
-        """Return whether other Spark jobs of this application may wait for cores; a Connect client assumes it."""
+        """Return whether other Spark jobs of this application may wait for cores; always True with Spark Connect."""
         if is_connect(self._spark):
             return True
         try:
@@ -404,15 +404,15 @@ class SparkWorkers:
         for run in runs:
             run.given_back = True
         connected = self._connected()
-        count = self._book.give_back(self._least)
+        count = self._book.give_back(self._min_slots)
         if count == 0:
             for run in runs:
                 run.given_back = False
             return
         why = (
-            f"The job held {count} of the {self._least} slots that it needs to start, while other Spark jobs of the "
-            "application held or waited for cores. It gave them back, so that two jobs do not wait for each other, and "
-            "will request them again"
+            f"The job held {count} of the {self._min_slots} slots that it needs to start, while other Spark jobs of "
+            "the application held or waited for cores. It gave its slots back, so that two jobs do not wait for each "
+            "other, and will request slots again"
         )
         self._inbox.put(DiscoveryFailed(why, False))
         self._await_ends(connected, [run.done for run in runs])

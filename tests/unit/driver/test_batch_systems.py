@@ -61,7 +61,7 @@ def test_the_batch_job_is_named():
         ({"SLURM_JOB_NODELIST": "n[3-1]"}, "'3-1' ends before it begins"),
         ({"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "2"}, "it has 1 entries for 2 nodes"),
         ({"SLURM_JOB_NODELIST": "n1", "SLURM_TASKS_PER_NODE": "many"}, "'many' is not a number of tasks"),
-        ({"LSB_JOBID": "5", "LSB_MCPU_HOSTS": "a 2 b"}, "must consist of pairs of host and slots"),
+        ({"LSB_JOBID": "5", "LSB_MCPU_HOSTS": "a 2 b"}, "must consist of pairs of a host and its slots"),
         ({"LSB_JOBID": "5", "LSB_DJOB_RANKFILE": "/no/such"}, "LSB_DJOB_RANKFILE=/no/such cannot be read"),
     ],
 )
