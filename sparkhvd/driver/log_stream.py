@@ -42,7 +42,7 @@ class LogStream:
         shown: whether lines go to ``sys.stdout`` and ``sys.stderr`` at all.
 
     Attributes:
-        started: set when all ranks run.
+        started: set when the launcher has started all ranks.
     """
 
     def __init__(  # noqa: PLR0917

@@ -39,7 +39,7 @@ _ROWS_SECONDS = 1.0
 
 
 class BarrierLauncher:
-    """Starts jobs on the cluster of a session."""
+    """Starts jobs in barrier stages on the cluster of a session."""
 
     on_spark: ClassVar[bool] = True
     takes_rows: ClassVar[bool] = True
@@ -83,7 +83,7 @@ class BarrierHandle:
             addresses = tuple(dict.fromkeys([(bind_host, server.port), (own_host, server.port)]))
             task = entry_of(functools.partial(run_task, job.with_driver_addresses(addresses)))
             profile = profile_of(spark, request.resources)
-            self._stage = BarrierStage(spark, job.num_proc, task, profile, self._ended, request.rows)
+            self._stage = BarrierStage(spark, job.num_proc, task, profile, self._wake_waiters, request.rows)
             stack.callback(self._stage.close)
             self._stack = stack.pop_all()
 
@@ -112,7 +112,7 @@ class BarrierHandle:
     def close(self) -> None:
         self._stack.close()
 
-    def _ended(self) -> None:
+    def _wake_waiters(self) -> None:
         self._stream.started.set()
         self._wake.set()
 
@@ -132,10 +132,10 @@ class BarrierHandle:
         """End the job; Spark itself would notice only after ``spark.network.timeout``, two minutes by default."""
         if not self._exchange.is_superseded(task):
             self._lost = self._lost or lost_task(task, error)
-            self._ended()
+            self._wake_waiters()
 
     def _on_tasks_missing(self, tasks: Mapping[int, str]) -> None:
-        """End the job, because the other tasks wait for some that are missing."""
+        """End the job: some tasks are missing, and all other tasks wait for them."""
         hosts = {**self._stage.task_hosts(), **{index: host for index, host in tasks.items() if host}}
         self._lost = self._lost or tasks_not_ready(list(tasks), hosts, self._job.start_timeout, self._job.has_rows)
-        self._ended()
+        self._wake_waiters()

@@ -92,7 +92,7 @@ StageMaker = Callable[[MpiJob, Callable[[], None]], Stage]
 
 
 class MpiLauncher:
-    """Starts jobs on the cluster of a session, where Open MPI is installed on driver and executors."""
+    """Starts jobs on the cluster of a session; Open MPI must be installed on the driver and the executors."""
 
     on_spark: ClassVar[bool] = True
     takes_rows: ClassVar[bool] = False
@@ -127,10 +127,10 @@ class MpiSetup:
     """The driver's side of a job.
 
     Attributes:
-        own_host: the name of the driver's host for the executors.
+        own_host: the name or address by which the executors reach the driver's host.
         bind_host: the local address to bind.
-        mpirun: path of the program.
-        extra_args: the user's arguments for it.
+        mpirun: the path of ``mpirun``.
+        extra_args: the user's arguments of ``mpirun``.
     """
 
     own_host: str
@@ -142,7 +142,7 @@ class MpiSetup:
 class MpiHandle:
     """One job: the stage, the service that its tasks register with, the rendezvous, and ``mpirun``.
 
-    The driver serves the rendezvous, so it knows the outcome of the job first, whatever happens to the tasks.
+    The driver serves the rendezvous, so it learns the outcome of the job even if all tasks are lost.
     """
 
     def __init__(self, job: Job, stream: LogStream, make_stage: StageMaker, setup: MpiSetup) -> None:
@@ -180,7 +180,7 @@ class MpiHandle:
         is_set_within(self._wake)
         if self._recorded_failure() is None:
             self._stage.wait()
-        elif self._mpirun is not None:  # before that there are no ranks that could report
+        elif self._mpirun is not None:  # without mpirun, there are no ranks that could report
             self._grace = Deadline.after(_ROWS_SECONDS)
             self._stage.wait(_ROWS_SECONDS)
         failure = self._recorded_failure()
@@ -198,7 +198,7 @@ class MpiHandle:
         self._service.end("The job has ended.")
         self._starter.join()
         if self._mpirun is not None:
-            # The time spent waiting for the rows counts.
+            # The time that results() has waited for the rows counts.
             grace = _MPIRUN_SECONDS if self._grace is None else self._grace.capped(_MPIRUN_SECONDS).remaining()
             self._mpirun.close(grace)
         self._stage.close()
@@ -214,7 +214,7 @@ class MpiHandle:
         self._wake.set()
 
     def _fail(self, why: str) -> None:
-        """Record a failure of the job itself, unless the job has an outcome; this ends all ranks."""
+        """Record a failure that no rank caused, unless the job already has an outcome. The failure ends all ranks."""
         self._record(FailureReport(-1, "", why, kind=LAUNCH))
 
     def _record(self, failure: FailureReport) -> None:
@@ -243,7 +243,7 @@ class MpiHandle:
             self._fail(f"The driver cannot start the ranks: {type(error).__name__}: {str(error).rstrip('.')}.")
 
     def _first_attempt(self) -> tuple[int, list[TaskRegistration]]:
-        # Time out after ``wait_started``, which knows whether the tasks run at all.
+        # Time out after ``wait_started``, whose error says whether the tasks run at all.
         deadline = Deadline(self._deadline.at + _AFTER_START_SECONDS)
         try:
             return self._service.await_registrations(-1, deadline)
@@ -307,12 +307,12 @@ class MpiHandle:
         service = ServiceAddress(self._addresses, self._job.secret, self._job.config.encrypt)
         try:
             self._mpirun = Mpirun(self._setup.mpirun, arguments, settings, service, self._mpirun_ended)
-        except OSError as error:  # not an error of a task, for which there would be another attempt
+        except OSError as error:  # no task failed, so another attempt of the tasks would not help
             raise LaunchError(f"mpirun cannot be started on the driver's host: {error}.") from error
         self._stream.started.set()
 
     def _watch(self, rank: int, offer: TaskOffer, client: Client) -> None:
-        """Detect at once when a task is lost: its connection breaks before it has reported its end."""
+        """Watch the connection to a task: if it breaks before the task has reported its end, the task is lost."""
 
         def watch() -> None:
             try:
@@ -331,7 +331,7 @@ class MpiHandle:
                     "the executor's log."
                 )
 
-        thread = threading.Thread(target=watch, name="sparkhvd-attend", daemon=True)
+        thread = threading.Thread(target=watch, name="sparkhvd-mpi-task-watch", daemon=True)
         self._watchers.append((thread, client))
         thread.start()
 

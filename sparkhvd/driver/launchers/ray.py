@@ -37,7 +37,7 @@ from sparkhvd.task.supervision import Outcome
 _POLL_SECONDS = 1.0
 # How long the other actors may take to report the outcome after a failure.
 _FAILED_SECONDS = 3.0
-# How long Ray may take to report a lost actor after other ranks have noticed the loss.
+# How long Ray may take to report a lost actor after other ranks have noticed that the actor is lost.
 _LOSS_SECONDS = 10.0
 _END_SECONDS = 30.0
 
@@ -85,7 +85,7 @@ class RayHandle:
     """The actors of one job, and the thread that communicates with them.
 
     Attributes:
-        started: done once all ranks run; fails if they do not start.
+        started: done once all ranks run; its exception is set if they do not start.
     """
 
     def __init__(self, job: Job, stream: LogStream, placement: Placement, *, takes_commands: bool = False) -> None:
@@ -184,7 +184,7 @@ class RayHandle:
 
         Raises:
             LaunchError: an actor was lost, or the job was cancelled.
-            StartTimeoutError: they did not answer in time.
+            StartTimeoutError: not all actors answered in time.
         """
         waiting = list(refs)
         while waiting:
@@ -198,7 +198,7 @@ class RayHandle:
                 raise StartTimeoutError(
                     f"{len(waiting)} of {len(refs)} Ray actors did not {purpose} within "
                     f"start_timeout={self._job.start_timeout:g} s. Run `ray list actors` to see what they wait "
-                    "for, and check that imports do not hang on the nodes. Or raise start_timeout."
+                    "for, and check that imports do not hang on the nodes. If they need more time, raise start_timeout."
                 )
         return [ray.get(ref) for ref in refs]
 
@@ -266,7 +266,7 @@ class _JobEnd:
         else:
             self._contents |= message.contents
         if self._problem or self._failures():
-            # If another rank was lost, Ray may be the last to notice.
+            # If all failures are secondary, another rank was lost, and Ray may be the last to notice.
             primary = any(not failure.secondary for failure in self._failures())
             self._deadline = self._deadline or Deadline.after(_FAILED_SECONDS if primary else _LOSS_SECONDS)
 
@@ -284,7 +284,7 @@ class _JobEnd:
         return self._contents
 
     def after_loss(self, loss: FailureReport) -> dict[int, bytes | Outcome]:
-        """Return the outcomes after the loss of an actor. The loss is the cause unless a rank failed on its own."""
+        """Return the outcomes after the loss of an actor: only the loss itself, unless a rank has failed on its own."""
         if any(not failure.secondary for failure in self._failures()):
             return self._contents
         return {loss.rank: Outcome(loss)}

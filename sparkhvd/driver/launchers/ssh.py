@@ -31,7 +31,7 @@ _FAILED_SECONDS = 3.0
 
 
 class SshLauncher:
-    """Starts jobs on the hosts that the user named."""
+    """Starts jobs on the hosts of the request."""
 
     on_spark: ClassVar[bool] = False
     takes_rows: ClassVar[bool] = False
@@ -151,7 +151,7 @@ class SshHandle:
         return f" while {names} started or ran there"
 
     def _next(self, deadline: Deadline | None, needed: Collection[int]) -> tuple[int, object]:
-        """Return the next message of a host; handle output, and ignore the end of hosts that are no longer needed.
+        """Return the next message of a host. Handle output, and ignore the end of a host that is no longer needed.
 
         Raises:
             LaunchError: a host was lost.

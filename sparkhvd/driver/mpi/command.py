@@ -21,9 +21,9 @@ _AGENT = "sparkhvd.driver.mpi.remote_shell"
 _LAST_VERSION_WITH_ORTED = 4
 # The prefix of the environment variables that set Open MPI's parameters.
 _VARIABLE = "OMPI_MCA_"
-# Open MPI's components. Use TCP and shared memory: openib and ofi search for faster networks, and ofi ends a rank whose
-# network disappears. shmem/posix, which is not the default, first tests whether it could run, and leaves a file behind
-# in /dev/shm if the process is killed meanwhile.
+# Open MPI's components. These use TCP and shared memory: openib and ofi search for faster networks, and ofi ends a rank
+# whose network disappears. shmem/posix, which is not the default, first tests whether it could run, and leaves a file
+# behind in /dev/shm if the process is killed meanwhile.
 COMPONENTS = {"pml": "ob1", "btl": "^openib,ofi", "shmem": "mmap"}
 
 
@@ -125,7 +125,7 @@ def mpirun_settings(hosts: Sequence[MpiHost], networks: Sequence[str], preset: C
 
 
 def mpirun_defaults() -> dict[str, str]:
-    """Return our defaults for Open MPI's parameters, as variables that the user's environment overrides."""
+    """Return sparkhvd's defaults for Open MPI's parameters, as variables that the user's environment overrides."""
     return {f"{_VARIABLE}{name}": value for name, value in COMPONENTS.items()}
 
 

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 _TERM_SECONDS = 2.0
 _OUTPUT_SECONDS = 0.5
 _TAIL_LINES = 60
-# Waits until its stdin is closed, also by the driver's death, then up to 10 s for mpirun, which uses the folder.
+# Waits until its stdin is closed, even by the driver's death. Then waits up to 10 s for mpirun, which uses the folder.
 _REMOVE = 'cat; n=0; while kill -0 "$1" 2>/dev/null && [ $n -lt 100 ]; do sleep 0.1; n=$((n+1)); done; rm -rf "$0"'
 
 
@@ -45,8 +45,8 @@ class Mpirun:
     """``mpirun`` in a session and process group of its own, with its agents.
 
     Args:
-        path: path of the program.
-        arguments: its arguments.
+        path: the path of ``mpirun``.
+        arguments: the arguments of ``mpirun``.
         settings: environment variables of Open MPI.
         service: the driver's service, for the agents.
         on_end: called with the exit code and the last output, from a thread of its own.
@@ -108,7 +108,7 @@ class Mpirun:
             if self._thread.is_alive():
                 self._kill(number)
                 self._thread.join(_TERM_SECONDS)
-        for pid in session_processes(self._process.pid):  # agents, which lead process groups of their own
+        for pid in session_processes(self._process.pid):  # each agent leads a process group of its own
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self._thread.join()

@@ -1,7 +1,7 @@
 """The remote shell of ``mpirun``: ``python -m sparkhvd.driver.mpi.remote_shell HOST orted ...``.
 
-It asks the driver which Spark task executes commands for the host, lets that task execute ``orted``, waits for its end,
-and exits with orted's exit code.
+The program asks the driver which Spark task executes commands for the host. It lets that task execute ``orted``, waits
+for ``orted`` to end, and exits with the same exit code.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from sparkhvd.rpc.messages import Executed, ExecuteOrted, FindTask, Message, Rej
 
 # Environment variables of mpirun that its agents inherit; the ranks do not.
 DRIVER_ADDRESSES = "SPARKHVD_AGENT_DRIVER"
-DRIVER_SECRET = "SPARKHVD_AGENT_SECRET"  # noqa: S105 - the name of a variable; a path in memory of the driver
+DRIVER_SECRET = "SPARKHVD_AGENT_SECRET"  # noqa: S105 - the name of a variable, which contains a path
 DRIVER_ENCRYPTS = "SPARKHVD_AGENT_ENCRYPTS"
 
-# Begins the line that an agent prints when it has lost the task that executes its orted.
+# The beginning of the line that an agent prints when it has lost the task that executes its orted.
 LOST_TASK = "sparkhvd lost the Spark task that executes orted on"
 
 _SECONDS = 20.0
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
 def execute(
     host: str, command: Sequence[str], addresses: Sequence[tuple[str, int]], secret: bytes, *, encrypt: bool = False
 ) -> Executed:
-    """Let the task that represents ``host`` execute ``command``, and wait for its end.
+    """Let the task that represents ``host`` execute ``command``, and wait for the command to end.
 
     With ``encrypt``, connections to a driver or task that does not encrypt are refused.
 

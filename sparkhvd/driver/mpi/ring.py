@@ -12,7 +12,7 @@ from sparkhvd.rpc.client import Client, connect
 from sparkhvd.rpc.messages import ProbeServers, Reachable
 from sparkhvd.rpc.registration import TaskRegistration, TaskServer
 
-# Threads spend most of their time waiting for unreachable addresses.
+# The number of threads may exceed the number of cores: most of them wait for unreachable addresses.
 _MAX_THREADS = 64
 _CONNECT_SECONDS = 30.0
 _PROBE_SECONDS = 60.0
@@ -37,12 +37,12 @@ def connect_ring(tasks: Sequence[TaskRegistration], secret: bytes, *, encrypt: b
     """
     with ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="sparkhvd-probe") as pool:
         attempts = [[pool.submit(_link, server, secret, encrypt) for server in task.servers] for task in tasks]
-        tried = [[attempt.result() for attempt in row] for row in attempts]
-        links = [[one for one in row if isinstance(one, Link)] for row in tried]
+        results = [[attempt.result() for attempt in row] for row in attempts]
+        links = [[result for result in row if isinstance(result, Link)] for row in results]
         chosen: list[Link] = []
         try:
-            for task, row in zip(tasks, tried, strict=True):
-                errors = [str(one) for one in row if isinstance(one, OSError)]
+            for task, row in zip(tasks, results, strict=True):
+                errors = [str(result) for result in row if isinstance(result, OSError)]
                 if len(errors) == len(row):
                     raise ConnectionError(f"{task.offer.host} cannot be reached: {' '.join(errors)}")
             answers = pool.map(_reachable_addresses, [row[0] for row in links], [*tasks[1:], tasks[0]])
@@ -53,7 +53,7 @@ def connect_ring(tasks: Sequence[TaskRegistration], secret: bytes, *, encrypt: b
             ]
             chosen += _choose_links(tasks, usable)
         finally:
-            for link in (one for row in links for one in row if one not in chosen):
+            for link in (candidate for row in links for candidate in row if candidate not in chosen):
                 link.client.close()
     return chosen
 
@@ -70,8 +70,8 @@ def choose_servers(usable: Sequence[Sequence[TaskServer]]) -> list[TaskServer]:
     if not all(usable):
         return []
     for attribute in ("network", "interface"):
-        for wanted in (getattr(server, attribute) for server in usable[0]):
-            matching = [[server for server in servers if getattr(server, attribute) == wanted] for servers in usable]
+        for value in (getattr(server, attribute) for server in usable[0]):
+            matching = [[server for server in servers if getattr(server, attribute) == value] for servers in usable]
             if all(matching):
                 return [servers[0] for servers in matching]
     return [servers[0] for servers in usable]
@@ -89,7 +89,7 @@ def _choose_links(tasks: Sequence[TaskRegistration], usable: Sequence[Sequence[L
             f"Some hosts have no address at which both the driver and another host reach them: {addresses}. Name the "
             "right network interfaces with nics=, or open the network between the hosts."
         )
-    return [next(one for one in row if one.server == server) for row, server in zip(usable, servers, strict=True)]
+    return [next(link for link in row if link.server == server) for row, server in zip(usable, servers, strict=True)]
 
 
 def _link(server: TaskServer, secret: bytes, encrypt: bool) -> Link | OSError:

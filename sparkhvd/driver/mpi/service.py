@@ -22,7 +22,7 @@ class MpiHost:
     """A host as ``mpirun`` sees it.
 
     Attributes:
-        name: its name for ``mpirun``; letters only, because Open MPI interprets the digits of a name.
+        name: its name for ``mpirun``, without digits, because Open MPI interprets the digits of a name.
         host_hash: the key that its tasks registered with.
         tasks: the indices of its tasks; the task with the smallest index executes ``orted``.
     """
@@ -59,7 +59,7 @@ class DriverService:
     def __init__(self, num_tasks: int, stream: LogStream) -> None:
         self._num_tasks = num_tasks
         self._stream = stream
-        self._changed = threading.Condition()  # guards all below
+        self._changed = threading.Condition()  # guards the fields below
         self._newest = -1  # the newest attempt of the stage with a registered task
         self._registered: dict[int, TaskRegistration] = {}  # the registered tasks of that attempt, by index
         self._tasks: dict[int, TaskStatus] = {}  # the last status of each task, by index
@@ -77,10 +77,10 @@ class DriverService:
         return self._stream.handle(message)
 
     def await_registrations(self, above: int, deadline: Deadline) -> tuple[int, list[TaskRegistration]]:
-        """Wait for an attempt whose tasks have all registered; return it and their registrations by index.
+        """Wait for an attempt with registrations of all its tasks; return its number and the registrations by index.
 
         Args:
-            above: only attempts with a higher number count.
+            above: the wait is for an attempt with a higher number.
             deadline: when to stop waiting.
 
         Raises:

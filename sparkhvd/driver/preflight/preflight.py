@@ -67,7 +67,7 @@ class CheckableEstimator(Protocol):
     def getStore(self) -> Store | None: ...  # noqa: N802 - named like all getters of Spark's estimators
 
     def requested_tasks(self) -> RequestedTasks:
-        """Return the requirements of its ranks."""
+        """Return the requirements of the estimator's ranks."""
 
     def try_rows(self, dataset: DataFrame, rows: int) -> str:
         """Run a few rows through the model on the driver, and return a description of the output."""
@@ -114,13 +114,13 @@ def preflight(
         spark: the session to use; None takes the active one.
         num_proc: number of ranks of the job; None takes the estimator's, or all slots.
         store: the Store to check, or its URL; None takes the estimator's.
-        estimator: provides the number of ranks, the Store, the resources and networks of a task (those of its
-            ``backend``) and, with ``df``, the model to try.
-        df: five of its rows run through the model of ``estimator`` on the driver.
+        estimator: the estimator of the job. It provides the number of ranks, the Store, the resources and the network
+            interfaces of a task (from its ``backend``) and, with ``df``, the model to try.
+        df: a DataFrame; the preflight runs five of its rows through the model of ``estimator`` on the driver.
         gpus_per_task: see ``run``; None takes the estimator's.
         cpus_per_task: see ``run``; None takes the estimator's.
         nics: see ``run``; None takes the estimator's.
-        timeout: how many seconds to wait for executors that are still starting, for slots that other jobs keep busy,
+        timeout: seconds to wait for executors that are still starting, for slots that other jobs keep busy,
             and for the rows of ``df``.
         stdout: where the report is printed; None means ``sys.stdout``.
 
@@ -148,10 +148,10 @@ def preflight(
     # In parallel with the stage: the stage waits for executors, the model for imports and Spark's first query.
     model = None
     if estimator is not None and df is not None:
-        attempt = inheriting(session, functools.partial(_model, estimator, df, timeout))
+        attempt = inheriting(session, functools.partial(_model_check, estimator, df, timeout))
         model = in_background(attempt, "sparkhvd-preflight-model")
-    count, slots = _slots(request)
-    tasks, checks = _cluster(request, count)
+    count, slots = _slots_check(request)
+    tasks, checks = _examine_cluster(request, count)
     if model is not None:
         checks.append(_model_check_within(model, timeout, began))
     report = PreflightReport((slots, *checks), tuple(tasks), versions(), time.monotonic() - began)
@@ -159,7 +159,7 @@ def preflight(
     return report
 
 
-def _slots(request: _Request) -> tuple[int, Check]:
+def _slots_check(request: _Request) -> tuple[int, Check]:
     """Return the number of tasks to start, and the check of the slots."""
     began, deadline = time.monotonic(), Deadline.after(request.timeout)
     hidden = setting_that_hides_slots(request.spark)
@@ -184,7 +184,7 @@ def _slots(request: _Request) -> tuple[int, Check]:
     return count, Check("slots", Verdict.OK, f"{counted(count, 'rank')} ({wanted}; master {master}){after}")
 
 
-def _cluster(request: _Request, count: int) -> tuple[list[Examination], list[Check]]:
+def _examine_cluster(request: _Request, count: int) -> tuple[list[Examination], list[Check]]:
     """Return the examinations of the tasks, and the checks that follow from them."""
     if not count:
         return [], [Check("tasks", Verdict.SKIPPED, "No task could be started.")]
@@ -196,9 +196,9 @@ def _cluster(request: _Request, count: int) -> tuple[list[Examination], list[Che
     try:
         if probe is not None:
             probe.leave()
-        tasks = _examined(request, count, probe)
-        checks = [*cluster_checks(tasks, versions()), *_store(request.store, probe, tasks)]
-        return tasks, [*checks, *_encryption(request, tasks)]
+        tasks = _examine_tasks(request, count, probe)
+        checks = [*cluster_checks(tasks, versions()), *_store_checks(request.store, probe, tasks)]
+        return tasks, [*checks, *_encryption_checks(request, tasks)]
     except StoreError as error:
         return [], [Check("store", Verdict.FAIL, f"The driver cannot use the Store: {error}")]
     except LaunchError as error:
@@ -208,23 +208,24 @@ def _cluster(request: _Request, count: int) -> tuple[list[Examination], list[Che
             remove(probe)
 
 
-def _examined(request: _Request, count: int, probe: StoreProbe | None) -> list[Examination]:
+def _examine_tasks(request: _Request, count: int, probe: StoreProbe | None) -> list[Examination]:
     """Run a short barrier stage, and return the examinations of its tasks.
 
     Raises:
         LaunchError: the tasks did not start in time, or Spark could not run them.
     """
     pickled = None if probe is None else pickle.dumps(probe)
-    question = ExaminationRequest(secrets.token_bytes(32), pickled, request.nics, request.encrypt)
+    examination = ExaminationRequest(secrets.token_bytes(32), pickled, request.nics, request.encrypt)
     profile = profile_of(request.spark, request.resources)
-    task = functools.partial(examine_task, question)
+    task = functools.partial(examine_task, examination)
     stage = BarrierStage(request.spark, count, task, profile, _do_nothing, retry=False)
     with closing(stage):
         if not stage.wait(request.timeout):
-            fewer = ", or the cluster has fewer slots" if setting_that_hides_slots(request.spark) else ""
+            hidden = setting_that_hides_slots(request.spark)
+            other_cause = ", or the cluster has fewer slots" if hidden else ""
             raise LaunchError(
                 f"{counted(count, 'task')} did not run at the same time within {request.timeout:g} s: other jobs keep "
-                f"the slots busy{fewer}. Wait for those jobs, or run this job on a cluster of its own."
+                f"the slots busy{other_cause}. Wait for those jobs, or run this job on a cluster of its own."
             )
         if stage.error is not None:
             raise LaunchError(spark_failure(stage.error, stage.host_of, stage.task_hosts())) from stage.error
@@ -235,7 +236,7 @@ def _do_nothing() -> None:
     """Do nothing: the caller waits for the end of the stage itself."""
 
 
-def _store(store: Store | None, probe: StoreProbe | None, tasks: Sequence[Examination]) -> list[Check]:
+def _store_checks(store: Store | None, probe: StoreProbe | None, tasks: Sequence[Examination]) -> list[Check]:
     if store is None:
         return []
     if probe is None:
@@ -247,7 +248,7 @@ def _store(store: Store | None, probe: StoreProbe | None, tasks: Sequence[Examin
     return [Check("store", Verdict.OK, f"{store.url}: driver and all tasks see the same files")]
 
 
-def _encryption(request: _Request, tasks: Sequence[Examination]) -> list[Check]:
+def _encryption_checks(request: _Request, tasks: Sequence[Examination]) -> list[Check]:
     if not request.encrypt:
         return []
     missing = [encryption_problem(socket.gethostname()), *(task.encryption for task in tasks)]
@@ -268,7 +269,7 @@ def _model_check_within(model: Future[Check], timeout: float, began: float) -> C
         return Check("model", Verdict.FAIL, f"{problem} {remedy}")
 
 
-def _model(estimator: CheckableEstimator, df: DataFrame, timeout: float) -> Check:
+def _model_check(estimator: CheckableEstimator, df: DataFrame, timeout: float) -> Check:
     from pyspark.errors import PySparkException  # noqa: PLC0415 - Spark is optional
 
     attempt: Callable[[], str] = functools.partial(estimator.try_rows, df, _SAMPLE_ROWS)

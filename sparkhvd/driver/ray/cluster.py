@@ -13,27 +13,27 @@ from sparkhvd.errors import LaunchError
 
 
 class Connection:
-    """Counts the jobs that use the connection to Ray; the last one closes it if sparkhvd has opened it."""
+    """Counts the jobs that use the connection to Ray. If sparkhvd has opened the connection, the last job closes it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._users = 0  # guarded by _lock
-        self._is_own = False  # guarded by _lock
+        self._opened_here = False  # guarded by _lock
 
     @contextmanager
     def opened(self) -> Iterator[None]:
         """Keep this process connected to Ray.
 
-        Without a connection, ``ray.init()`` decides: it connects to the cluster in ``RAY_ADDRESS``, else to the one on
-        this machine, else it starts one here. Ray's own libraries do the same.
+        If there is no connection, call ``ray.init()``, as Ray's own libraries do. It connects to the cluster in
+        ``RAY_ADDRESS``, or else to a cluster on this machine, or else it starts a cluster here.
 
         Raises:
             LaunchError: Ray does not connect.
         """
         with self._lock:
             if self._users == 0:
-                self._is_own = not ray.is_initialized()
-                if self._is_own:
+                self._opened_here = not ray.is_initialized()
+                if self._opened_here:
                     _connect()
             self._users += 1
         try:
@@ -41,7 +41,7 @@ class Connection:
         finally:
             with self._lock:
                 self._users -= 1
-                if self._users == 0 and self._is_own:
+                if self._users == 0 and self._opened_here:
                     ray.shutdown()
 
 
@@ -66,7 +66,7 @@ class RankResources:
         return min(int(resources.get(name, 0.0) // amount) for name, amount in self.bundle().items())
 
     def __str__(self) -> str:
-        return described(self.bundle())
+        return resources_text(self.bundle())
 
 
 def node_resources() -> list[dict[str, float]]:
@@ -75,14 +75,14 @@ def node_resources() -> list[dict[str, float]]:
     return [{name: node[name] for name in ("CPU", "GPU") if node.get(name)} for node in nodes]
 
 
-def described(resources: Mapping[str, float]) -> str:
+def resources_text(resources: Mapping[str, float]) -> str:
     """Return resources as text, such as ``2 CPU and 0.5 GPU``."""
     return " and ".join(f"{amount:g} {name}" for name, amount in resources.items()) or "no CPU"
 
 
 def describe_nodes(nodes: Sequence[Mapping[str, float]]) -> str:
     """Return the nodes of a cluster as text, small ones first and equal ones together."""
-    texts = [described(node) for node in sorted(nodes, key=lambda node: sorted(node.items()))]
+    texts = [resources_text(node) for node in sorted(nodes, key=lambda node: sorted(node.items()))]
     counted = [(texts.count(text), text) for text in dict.fromkeys(texts)]
     return "; ".join(f"{count} node{'s' if count > 1 else ''} with {text}" for count, text in counted) or "no node"
 

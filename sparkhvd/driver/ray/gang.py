@@ -48,7 +48,7 @@ class Gang:
     """The placement group and the actors of one job; ``close`` ends them.
 
     Args:
-        placement: where they run.
+        placement: where the actors run.
         num_proc: the number of actors.
     """
 
@@ -64,7 +64,7 @@ class Gang:
         Args:
             deadline: the end of the wait.
             seconds: the length of the wait, for the error.
-            cancelled: polled during the wait; true ends it.
+            cancelled: polled during the wait; returns whether to stop waiting.
 
         Raises:
             SlotsError: the cluster has fewer resources than the ranks need.
@@ -78,16 +78,17 @@ class Gang:
         bundle = self._placement.resources.bundle(per_node or 1)
         strategy = "PACK" if per_node is None else "STRICT_SPREAD"
         self._group = placement_group([bundle] * (self._num_proc // (per_node or 1)), strategy=strategy)
-        settle = deadline.capped(_SETTLE_SECONDS)
+        warning_deadline = deadline.capped(_SETTLE_SECONDS)
         while not self._group.wait(max(0.01, min(_POLL_SECONDS, deadline.remaining()))):
             if cancelled():
                 raise LaunchError("The job was cancelled before Ray had reserved its resources.")
             if deadline.expired():
                 raise self._not_reserved(seconds)
-            if settle.expired() and not self._fits():
+            if warning_deadline.expired() and not self._fits():
                 # An autoscaler may add nodes.
-                logger.warning("%s The job waits for more nodes until %s is over.", self._lack(), self._limit(seconds))
-                settle = deadline
+                limit = self._limit_text(seconds)
+                logger.warning("%s The job waits for more nodes until %s is over.", self._shortage_text(), limit)
+                warning_deadline = deadline
 
     def start_actors(self) -> list[Any]:
         """Start the actors, and return them."""
@@ -107,7 +108,7 @@ class Gang:
 
     def close(self) -> None:
         """End the ranks, then the actors, and release the resources."""
-        if not ray.is_initialized():  # the user has ended Ray, and it has ended the actors; a call would start it again
+        if not ray.is_initialized():  # the user has ended Ray and so the actors; a call would start Ray again
             return
         with contextlib.suppress(Exception):  # Ray itself may have ended, and its actors with it
             ends = [actor.end.remote() for actor in self.actors]
@@ -137,7 +138,7 @@ class Gang:
             return sum(rooms) >= self._num_proc
         return sum(room >= per_node for room in rooms) >= self._num_proc // per_node
 
-    def _lack(self) -> str:
+    def _shortage_text(self) -> str:
         per_node = self._placement.ranks_per_node
         where = "" if per_node is None else f", {per_node} on each of {self._num_proc // per_node} nodes"
         return (
@@ -145,20 +146,21 @@ class Gang:
             f"has {describe_nodes(node_resources())}."
         )
 
-    def _limit(self, seconds: float) -> str:
+    def _limit_text(self, seconds: float) -> str:
         return f"{self._placement.limit_name}={seconds:g} s"
 
     def _not_reserved(self, seconds: float) -> LaunchError:
         if not self._fits():
-            return SlotsError(f"{self._lack()} Request fewer ranks or resources, or add nodes.")
+            return SlotsError(f"{self._shortage_text()} Request fewer ranks or resources, or add nodes.")
         return StartTimeoutError(
             f"Ray did not reserve the resources of {self._num_proc} ranks with {self._placement.resources} each within "
-            f"{self._limit(seconds)}. The cluster has {describe_nodes(node_resources())}, but other jobs use them: "
-            f"only {_free()} are free. Wait until other jobs have ended, or raise {self._placement.limit_name}."
+            f"{self._limit_text(seconds)}. The cluster has {describe_nodes(node_resources())}, but other jobs use "
+            f"them: only {_free_resources()} are free. Wait until other jobs have ended, or raise "
+            f"{self._placement.limit_name}."
         )
 
 
-def _free() -> str:
+def _free_resources() -> str:
     free = ray.available_resources()
     return " and ".join(f"{free.get(name, 0.0):g} {name}" for name in ("CPU", "GPU"))
 

@@ -41,7 +41,7 @@ class BarrierStage:
         num_tasks: number of tasks.
         task: runs in each task and yields rows of ``RESULT_SCHEMA``; a module-level function and its data.
         profile: the resources of a task; None uses the session's settings.
-        on_end: called when the job has ended, from its thread.
+        on_end: called when the job has ended, from the thread that collects it.
         rows: the input of the tasks, one partition each; None passes no rows.
         retry: whether Spark retries the stage when it loses an executor; the executors must reach each other for that.
     """
@@ -128,11 +128,11 @@ class BarrierStage:
         Raises:
             StartTimeoutError: the tasks did not start by the deadline.
         """
-        ran = False
+        all_run = False
         while not is_set_within(started, deadline.capped(_POLL_SECONDS).remaining()):
             if not deadline.expired():
-                ran, before = self._all_run(), ran
-                if ran and before and on_running is not None:
+                all_run, all_ran_before = self._all_run(), all_run
+                if all_run and all_ran_before and on_running is not None:
                     on_running()
                 continue
             if self._tasks_run(seconds):
@@ -247,7 +247,7 @@ class _Progress:
         self.running: int | None = None
         self._spark = spark
         self._thread = threading.get_ident()
-        self._handler = cast("ProgressHandler", self._note)  # any callable will do
+        self._handler = cast("ProgressHandler", self._note)  # pyspark calls any callable
         spark.registerProgressHandler(self._handler)
 
     def close(self) -> None:

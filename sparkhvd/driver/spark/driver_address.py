@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 # Addresses for documentation (RFC 5737, RFC 3849): packets to them leave by the default route.
-_ELSEWHERE = ["192.0.2.1", "2001:db8::1"]
+_REMOTE_ADDRESSES = ["192.0.2.1", "2001:db8::1"]
 
 
 def driver_hosts(session: SparkSession) -> tuple[str, str]:
-    """Return the name of this driver's host for the executors, and the local address that its server binds."""
+    """Return the name or address by which executors reach this driver, and the local address to bind."""
     if is_connect(session):
         remote = urlsplit(str(session.client.host)).hostname or str(session.client.host)
         address = LOOPBACK if is_loopback(remote) else outgoing_address(remote)
@@ -25,7 +25,7 @@ def driver_hosts(session: SparkSession) -> tuple[str, str]:
     own_host = without_brackets(str(session.conf.get("spark.driver.host", LOOPBACK)))
     # Even if the master runs on the driver's host, the workers run elsewhere.
     cluster_host = urlsplit(master).hostname if master.startswith("spark://") else ""
-    towards = [cluster_host] if cluster_host and cluster_host != own_host else _ELSEWHERE
+    peer_hosts = [cluster_host] if cluster_host and cluster_host != own_host else _REMOTE_ADDRESSES
     if master.startswith("local") or is_loopback(own_host):
         return LOOPBACK, LOOPBACK
-    return own_host, address_to_bind(own_host, towards)
+    return own_host, address_to_bind(own_host, peer_hosts)

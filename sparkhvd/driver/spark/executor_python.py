@@ -34,11 +34,12 @@ def check_executor_python(spark: SparkSession) -> None:
     configured = str(spark.sparkContext.pythonExec)
     is_relative = os.sep in configured and not Path(configured).is_absolute()
     if is_relative and not is_local(str(spark.sparkContext.master)):
-        return  # it is in the folder of an executor, where Spark unpacks archives
+        return  # the path is relative to the folder of an executor, where Spark unpacks archives
     python = shutil.which(configured) or configured
-    if Path(python).parent == Path(sys.executable).parent:  # two names of one environment
+    if Path(python).parent == Path(sys.executable).parent:  # both belong to one environment
         return
-    variables = tuple(sorted(spark.sparkContext.environment.items()))  # spark.executorEnv.*, added to our own
+    # The variables of spark.executorEnv.*, which Spark adds to those of this process.
+    variables = tuple(sorted(spark.sparkContext.environment.items()))
     try:
         _import_sparkhvd(python, variables)
     except (OSError, subprocess.SubprocessError) as error:

@@ -53,7 +53,7 @@ class Gang:
         """Return whether there are slots for this job in addition to the running jobs.
 
         This is known only if the running jobs use the same resources. Otherwise, it depends on the executors of their
-        ranks: ranks with fewer cores may leave too few cores for one of ours on every executor.
+        ranks: ranks with fewer cores may leave too few cores for a rank of this job on every executor.
         """
         slots = self.slots()
         if not running:
@@ -71,7 +71,7 @@ class GangQueue:
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()  # guards all below
+        self._changed = threading.Condition()  # guards the fields below
         self._waiting: list[Gang] = []  # in the order of their starts
         self._running: list[Gang] = []
 
@@ -97,7 +97,7 @@ class GangQueue:
         with self._changed:
             before = sum(other.priority >= gang.priority for other in self._waiting)
             self._waiting.insert(before, gang)
-        if self._starts(gang):
+        if self._start_if_possible(gang):
             return
         logger.info(
             "A job of %s waits for its slots: jobs of this application run %s, and %s before it.",
@@ -105,12 +105,12 @@ class GangQueue:
             counted(sum(other.ranks for other in self.jobs()[0]), "rank"),
             counted(before, "job waits", "jobs wait"),
         )
-        while not self._starts(gang):
+        while not self._start_if_possible(gang):
             with self._changed:
                 self._changed.wait(_POLL_SECONDS)
 
-    def _starts(self, gang: Gang) -> bool:
-        """Start a job if it is its turn."""
+    def _start_if_possible(self, gang: Gang) -> bool:
+        """Start a job if it is the first in the queue and fits; return whether it started."""
         running, waiting = self.jobs()
         if waiting[0] is not gang or not gang.fits(running):
             return False
@@ -130,7 +130,7 @@ class SlotUse:
         total: all task slots that are registered now.
         running: the number of ranks of each sparkhvd job of this driver that has its slots; for an elastic job, the
             largest number.
-        waiting: the same for each job that waits for slots, in the order in which they will start.
+        waiting: the same number for each job that waits for slots, in the order in which the jobs will start.
         tasks: the number of tasks that run now, of these jobs and of all other Spark jobs.
     """
 

@@ -49,7 +49,7 @@ def profile_of(spark: SparkSession, resources: TaskResources) -> ResourceProfile
 
 
 def _make_on_server(spark: SparkSession, profile: ResourceProfile) -> None:
-    """Create a profile on the Spark Connect server now: in the thread of the job no session would be active.
+    """Create a profile on the Spark Connect server now, because no session is active in the thread of the job.
 
     Raises:
         LaunchError: the server's cluster does not support resources per stage.

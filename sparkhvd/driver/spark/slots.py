@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Executors of clusters register late or on demand: this is the longest wait for slots, and the time without a change
-# after which all slots count as registered.
+# The longest wait for slots: executors may register late or on demand.
 SETTLE_SECONDS = 60.0
+# All slots count as registered once their number has not changed for this time.
 _STABLE_SECONDS = 3.0
 _POLL_SECONDS = 0.2
 _ANSWER_SECONDS = 10.0
@@ -151,9 +151,9 @@ def reserve(cluster: Cluster, num_proc: int | None, deadline: Deadline) -> int:
             waited = time.monotonic() - began
             raise SlotsError(_too_few_slots(cluster, num_proc or 1, slots, waited))
         time.sleep(_POLL_SECONDS)  # PySpark has no event for new executors
-        now = cluster.count(deadline)
-        if now != slots:
-            slots, since = now, time.monotonic()
+        current_slots = cluster.count(deadline)
+        if current_slots != slots:
+            slots, since = current_slots, time.monotonic()
     return num_proc if num_proc is not None else slots
 
 
@@ -214,14 +214,14 @@ def _concurrent_tasks(spark: SparkSession, profile: ResourceProfile | None) -> i
         return int(scala_context.maxNumConcurrentTasks(profiles.defaultResourceProfile()))
     from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]  # noqa: PLC0415 - only with Spark
 
-    own = profile._java_resource_profile  # noqa: SLF001
+    java_profile = profile._java_resource_profile  # noqa: SLF001
     try:
-        profiles.addResourceProfile(own)
+        profiles.addResourceProfile(java_profile)
     except Py4JJavaError as error:  # up to Spark 3.5 on YARN and Kubernetes
         raise unsupported_resources(
             f"with master {spark.sparkContext.master}", str(error.java_exception.getMessage())
         ) from error
-    return int(scala_context.maxNumConcurrentTasks(own))
+    return int(scala_context.maxNumConcurrentTasks(java_profile))
 
 
 def _executors(spark: SparkSession, cores: int) -> int | None:

@@ -81,7 +81,7 @@ class TaskExchange:
         num_tasks: number of tasks.
         stream: takes the output.
         seconds: how long after the first connection of an attempt all its tasks must know their ranks.
-        with_rows: whether the tasks receive rows first, which may take any time: then the time starts when all
+        with_rows: whether the tasks receive rows first, which may take any time. If so, ``seconds`` starts when all
             connected tasks have sent their introductions.
         on_missing: called with the tasks that do not know their ranks in time, and with the host of each, if it is
             known; None sets no limit.
@@ -104,10 +104,10 @@ class TaskExchange:
         self._with_rows = with_rows
         self._on_missing = on_missing
         self.heard = False
-        self._lock = threading.Lock()  # guards all below
+        self._lock = threading.Lock()  # guards the fields below
         self._newest = -1
         self._attempt = _Attempt()  # the newest one
-        self._over = False
+        self._has_ended = False
 
     def handle(self, message: Message) -> Message | Future[Message] | None:
         self.heard = True
@@ -136,7 +136,7 @@ class TaskExchange:
     def end(self) -> None:
         """Release the tasks that wait, because the job has ended."""
         with self._lock:
-            self._over = True
+            self._has_ended = True
             self._attempt.stop_ready_timer()
             waiting = self._attempt.decide(ExchangeUnavailable())
         _answer(waiting, _ENDED)
@@ -147,7 +147,7 @@ class TaskExchange:
             superseded = self._begin(number)
             if number == self._newest:
                 self._attempt.statuses[task.task_index] = task
-                self._limit(self._attempt)
+                self._update_ready_timer(self._attempt)
         _answer(superseded, ExchangeUnavailable())
 
     def _begin(self, number: int) -> list[Future[Message]]:
@@ -159,28 +159,28 @@ class TaskExchange:
         self._newest, self._attempt = number, _Attempt()
         return superseded
 
-    def _limit(self, attempt: _Attempt) -> None:
+    def _update_ready_timer(self, attempt: _Attempt) -> None:
         """Start or stop the timer after which tasks without a rank count as missing."""
         busy = self._with_rows and len(attempt.introductions) < len(attempt.statuses)  # receiving their rows
         if busy or len(attempt.ranked) == self._num_tasks:
             attempt.stop_ready_timer()
-        elif attempt.ready_timer is None and self._on_missing is not None and not self._over:
+        elif attempt.ready_timer is None and self._on_missing is not None and not self._has_ended:
             attempt.ready_timer = _start_timer(self._seconds, self._report_missing, attempt)
 
-    def _add_introduction(self, own: Introduction) -> Message | Future[Message]:
-        index = own.offer.task_index
-        number = stage_attempt(own.attempt, index)
+    def _add_introduction(self, introduction: Introduction) -> Message | Future[Message]:
+        index = introduction.offer.task_index
+        number = stage_attempt(introduction.attempt, index)
         if index not in range(self._num_tasks):
             return Rejected(f"Task index {index} is out of range: this job has {counted(self._num_tasks, 'task')}.")
         answer: Future[Message] = Future()
         with self._lock:
-            if self._over:
+            if self._has_ended:
                 return _ENDED
             attempt = self._attempt
             if number != self._newest:
                 return ExchangeUnavailable()  # its attempt is superseded
-            attempt.introductions[index] = own
-            self._limit(attempt)
+            attempt.introductions[index] = introduction
+            self._update_ready_timer(attempt)
             if attempt.answer is not None:
                 return ExchangeUnavailable()  # a task has no connection
             attempt.waiting.append(answer)
@@ -210,7 +210,7 @@ class TaskExchange:
 
     def _report_missing(self, attempt: _Attempt) -> None:
         with self._lock:
-            current = attempt is self._attempt and attempt.ready_timer is not None and not self._over
+            current = attempt is self._attempt and attempt.ready_timer is not None and not self._has_ended
             missing = attempt.missing(self._num_tasks) if current else {}
         if missing and self._on_missing is not None:
             self._on_missing(missing)
@@ -218,7 +218,7 @@ class TaskExchange:
 
 def _start_timer(seconds: float, function: Callable[[_Attempt], None], attempt: _Attempt) -> threading.Timer:
     timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), function, [attempt])
-    timer.name = "sparkhvd-meeting"
+    timer.name = "sparkhvd-exchange-timer"
     timer.daemon = True
     timer.start()
     return timer

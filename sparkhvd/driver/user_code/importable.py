@@ -75,8 +75,8 @@ def importable_on(
 def importable_by(known: Mapping[tuple[str, str], bool], modules: Mapping[str, str]) -> frozenset[str]:
     """Return the modules that executors import with the driver's content, according to their answers.
 
-    A module that they have imported with several contents is excluded: Spark reuses processes, and Python keeps the
-    version of a module from before the user changed it.
+    A module with several contents in the answers is excluded: Spark reuses processes, and a process that has imported
+    the module before the user changed it keeps the old version.
     """
     versions = Counter(name for (name, _), is_importable in known.items() if is_importable)
     return frozenset(name for name, digest in modules.items() if known.get((name, digest)) and versions[name] == 1)

@@ -38,7 +38,7 @@ Importable = Callable[[Mapping[str, str]], Collection[str]]
 # cloudpickle's table of modules to pickle by value is global to the process; the lock protects it from other jobs.
 _PICKLE_TABLE = threading.RLock()
 _PLAIN = ("__new__", "__reduce__", "__reduce_ex__", "__getstate__")
-_CACHED = type(functools.lru_cache(len))
+_LRU_CACHE_TYPE = type(functools.lru_cache(len))
 
 
 def dumps(value: object, importable_there: Importable = importable_elsewhere) -> bytes:
@@ -135,12 +135,14 @@ class Code:
         # The module of the class comes first: other modules may import the value from there.
         for name, sent in [(kind.__module__, self._by_value.get(kind.__module__)), *users, ("__main__", None)]:
             module = sys.modules.get(name)
-            for title, attribute in list(vars(module).items()) if module is not None else ():
+            for attribute_name, attribute in list(vars(module).items()) if module is not None else ():
                 if attribute is value:
                     by_name = sent is None and name != "__main__"
                     digest = self._digests.get(name, "")
                     return (
-                        (getattr, (module, title)) if by_name else pickling.reduced_single(value, name, title, digest)
+                        (getattr, (module, attribute_name))
+                        if by_name
+                        else pickling.reduced_single(value, name, attribute_name, digest)
                     )
         return None
 
@@ -205,7 +207,7 @@ class CodePickler(pickling.Pickler):
             return (importlib.import_module, (value.__name__,)) if has_name else NotImplemented
         if type(value) is functools.cached_property:
             return pickling.cached_property, (value.func, value.attrname)
-        if isinstance(value, _CACHED) and self._is_by_value(value):
+        if isinstance(value, _LRU_CACHE_TYPE) and self._is_by_value(value):
             return pickling.cached, (value.__wrapped__, *value.cache_parameters().values())
         if (single := self._code.single_of(value)) is not None:
             return single
@@ -224,7 +226,7 @@ class CodePickler(pickling.Pickler):
         return reduced
 
     def _is_by_value(self, function: Any) -> bool:
-        """Return whether a function of another type than Python's own must carry its code."""
+        """Return whether a function that ``lru_cache`` wraps must carry its code."""
         is_local = "<locals>" in function.__qualname__
         return (
             function.__module__ == "__main__" or is_local or self._code.module_by_value(function.__module__) is not None

@@ -16,7 +16,7 @@ from types import CodeType, FunctionType, ModuleType
 from sparkhvd.task.user_code import importable
 
 # Executors have modules of these names, wherever the files are.
-_PRESENT = frozenset({"__main__", "__mp_main__", "sparkhvd", "pyspark", "py4j"})
+_MODULES_OF_EXECUTORS = frozenset({"__main__", "__mp_main__", "sparkhvd", "pyspark", "py4j"})
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def is_installed(path: Path) -> bool:
 def user_module(name: str) -> UserModule | None:
     """Return the user's module of this name, imported or on the import path; None if the user has no such module."""
     top = name.partition(".")[0]
-    if top in _PRESENT or (top in sys.stdlib_module_names and not _is_shadowed(top)):
+    if top in _MODULES_OF_EXECUTORS or (top in sys.stdlib_module_names and not _is_shadowed(top)):
         return None
     module = sys.modules.get(name)
     if module is None and _is_installed_module(sys.modules.get(top)):
@@ -129,8 +129,8 @@ def _imported_by(code: CodeType, package: str) -> Iterator[str]:
     for index, step in enumerate(steps):
         if step.opname == "IMPORT_NAME":
             level = steps[index - 2].argval  # the compiler loads the level, then the names to import
-            above = package.split(".")[: len(package.split(".")) - level + 1] if level else []
-            base = ".".join([*above, *([step.argval] if step.argval else [])])
+            parent_packages = package.split(".")[: len(package.split(".")) - level + 1] if level else []
+            base = ".".join([*parent_packages, *([step.argval] if step.argval else [])])
             yield base
         elif step.opname == "IMPORT_FROM" and base:
             yield f"{base}.{step.argval}"
