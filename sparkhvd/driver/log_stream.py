@@ -42,7 +42,7 @@ class LogStream:
         shown: whether lines go to ``sys.stdout`` and ``sys.stderr`` at all.
 
     Attributes:
-        started: set when the launcher has started all ranks.
+        started: set when all ranks have been started, or when the job has ended before that.
     """
 
     def __init__(  # noqa: PLR0917

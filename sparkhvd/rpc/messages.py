@@ -153,7 +153,7 @@ class Rejected:
 
 @dataclass(frozen=True)
 class RankConnected:
-    """Rank to its host's task: its rank, the world size and the number of ranks on the host, as set by ``orted``."""
+    """Rank to its host's task: its rank, the world size and the number of ranks on the host, as Open MPI set them."""
 
     rank: int
     size: int

@@ -1,4 +1,7 @@
-"""The code of a Spark task: it starts one worker process per rank, supervises it and reports its outcome."""
+"""The code between the driver and ``fn``: it starts a worker process per rank, supervises it and reports its outcome.
+
+It runs in Spark tasks, in Ray actors and in the processes that launchers start on hosts.
+"""
 
 from __future__ import annotations
 

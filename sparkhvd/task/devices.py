@@ -74,7 +74,7 @@ def mixed_devices(offers: Sequence[TaskOffer], job: Job) -> str:
 
 
 def different_gpus_notice(offers: Sequence[TaskOffer]) -> str:
-    """Return a notice when the ranks are known to have different kinds of GPUs; otherwise empty."""
+    """Return a notice if the ranks are known to have different kinds of GPUs; otherwise empty."""
     host_of_kind = {offer.device_kind: offer.host for offer in offers if "(" in offer.device_kind}
     if len(host_of_kind) < 2:
         return ""

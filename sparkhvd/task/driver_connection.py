@@ -29,7 +29,7 @@ _SILENT_SECONDS = 6.0
 class DriverConnection:
     """A connection that opens in the background and carries heartbeats until ``close``.
 
-    Driver and task notice at the same time when the other's host becomes unreachable. If the task cannot connect, the
+    If a host becomes unreachable, the driver and the task notice it at the same time. If the task cannot connect, the
     job continues without this connection: a task need not be able to reach the driver.
 
     Args:
@@ -47,7 +47,7 @@ class DriverConnection:
         self._phase_changed = threading.Event()
         self._events: queue.SimpleQueue[object] | None = None  # written before _has_rank is set
         self._has_rank = threading.Event()
-        self._opened = in_background(self._open, "sparkhvd-driver-line")
+        self._opened = in_background(self._open, "sparkhvd-driver-connect")
         self._ended = in_background(self._watch, "sparkhvd-driver-watch")
 
     def is_open(self) -> bool:

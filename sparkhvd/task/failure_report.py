@@ -31,13 +31,13 @@ class FailureReport:
         host: the host that it ran on.
         kind: ``RAISED`` if an exception or the end of the process caused the failure, ``NOT_STARTED`` if the rank was
             not ready in time, ``TOO_LARGE`` if its result exceeds the limit, ``LAUNCH`` if no rank caused the failure,
-            and ``NOT_EXCHANGED`` if tasks did not send their introductions in time. For the last two, ``cause`` is the
-            whole message.
+            and ``NOT_EXCHANGED`` if tasks did not send their introductions in time. For ``LAUNCH`` and
+            ``NOT_EXCHANGED``, ``cause`` is the whole message.
         cause: a predicate that completes the sentence "Rank 1 on host X ...".
         traceback: the rank's Python traceback; empty if the process ended without one.
         stderr_tail: the last lines that the rank wrote to stderr.
         phase: the phase in which the rank failed; empty if ``cause`` mentions it.
-        secondary: whether another failure caused this one. The other failure is then the one to report.
+        secondary: whether another failure caused this one. If so, the other failure is the one to report.
         error: the exception that ``fn`` itself raised: its type and the first line of its message, which are equal if
             ``fn`` raises it again. Empty if something else ended the rank.
         is_final: whether a retry would fail in the same way, because the cause is the program or its input.

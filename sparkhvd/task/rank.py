@@ -37,7 +37,7 @@ class JobPlan:
 
     Attributes:
         slots: one per rank, in rank order.
-        rendezvous: its addresses, tried in order by ranks and tasks.
+        rendezvous: the addresses of the rendezvous, which ranks and tasks try in order.
         token: the secret of the rendezvous.
         encrypt: whether the rendezvous must be encrypted.
     """
@@ -71,7 +71,7 @@ def worker_spec(job: Job, plan: JobPlan, slot: Slot, row_variables: tuple[tuple[
 
 
 def await_rows(plan: JobPlan, slot: Slot) -> None:
-    """Wait without limit until all tasks have their rows; each task calls it once it has its own.
+    """Wait without limit until all tasks have their rows. Each task calls this function once it has its own rows.
 
     Raises:
         SparkHvdError: infrastructure was lost.
@@ -100,7 +100,8 @@ def supervise_rank(
     Args:
         plan: the plan of the job.
         slot: the slot of the rank.
-        worker: the worker, which has its spec unless a failure is among its events; it has ended on return.
+        worker: the worker, which has its spec unless a failure is among its events. When this function returns, the
+            worker has ended.
         deadline: the time by which the worker must be ready for ``fn``.
         parent: the process that this one must not outlive; None means the current parent, 0 means no process.
         report_phase: called with every new phase of the rank; must not block.

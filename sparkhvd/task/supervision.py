@@ -48,7 +48,7 @@ NOTE_SECONDS = 30.0
 # then after SIGTERM. With the time for the last output, the sum stays below 5 s, the promised limit for a failed job.
 GRACE_SECONDS = 1.5
 TERM_SECONDS = 1.0
-# If a rank fails because it lost another rank, it waits this long for that rank's report.
+# If a rank fails because another rank was lost, its task waits this long for that rank's report.
 _SECONDARY_SECONDS = 4.0
 # How long a worker may take to end after fn has returned, while the user's exit handlers run.
 EXIT_SECONDS = 10.0
@@ -58,7 +58,7 @@ _NO_RESULT = (
 )
 # The interval at which a waiting task checks that its executor is alive; nothing else reports the executor's end.
 _PARENT_CHECK_SECONDS = 5.0
-# How long the other ranks may take to end after a failure, and the interval at which rank 0 checks for one.
+# How long the other ranks may take to end after a failure, and the interval at which rank 0 checks for a failure.
 _FAILED_SECONDS = 6.0
 _POLL_SECONDS = 1.0
 
@@ -82,7 +82,7 @@ class Supervision:
     """The job as seen by the task of one rank.
 
     Attributes:
-        rank: the rank.
+        rank: the number of the rank.
         host: the host of the rank.
         client: the connection to the rendezvous server.
         start_deadline: the time by which the worker must be ready.
@@ -119,7 +119,7 @@ def watch_outcome(client: RendezvousClient, events: queue.SimpleQueue[object]) -
 
 
 def supervise(worker: WorkerProcess, job: Supervision) -> bytes | Outcome:
-    """Wait until the worker has finished or the job has failed elsewhere; the worker has ended on return.
+    """Wait until the worker has finished or the job has failed elsewhere. The worker has ended when this returns.
 
     Returns:
         The worker's result, or the outcome of a job that failed.
@@ -268,7 +268,7 @@ def _launch_error(job: Supervision, event: ServerLost) -> LaunchError:
 
 
 def publish_outcome(client: RendezvousClient, hosts: Sequence[str], result_cap: int) -> None:
-    """Wait until every rank has finished, then publish the outcome. The task of rank 0 calls it.
+    """Wait until every rank has finished, then publish the outcome. The task of rank 0 calls this function.
 
     A failing rank publishes its outcome before it finishes, so the outcome published here counts only if no rank
     failed. After a failure, the wait is short, because the hosts of missing ranks may be lost.
@@ -296,7 +296,7 @@ def _has_failed(client: RendezvousClient) -> bool:
 
 
 def size_failure(sizes: Sequence[int], hosts: Sequence[str], cap: int) -> FailureReport | None:
-    """Return the failure for results above the limit ``cap``, or None."""
+    """Return the failure for results that together exceed the limit ``cap``; None if they do not."""
     if sum(sizes) <= cap:
         return None
     rank = max(range(len(sizes)), key=sizes.__getitem__)

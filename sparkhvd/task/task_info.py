@@ -41,7 +41,7 @@ class TaskInfo:
 
 def current_task_info() -> TaskInfo:
     """Return the description of the calling barrier task."""
-    from pyspark import BarrierTaskContext  # noqa: PLC0415 - only tasks of Spark come here
+    from pyspark import BarrierTaskContext  # noqa: PLC0415 - only Spark tasks call this function
 
     context = BarrierTaskContext.get()
     gpus = context.resources().get("gpu")

@@ -189,7 +189,7 @@ def barrier_task(job: Job, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Rec
 
 def _come_late(batches: Iterator[pa.RecordBatch], how: str, folder: Path) -> Iterator[pa.RecordBatch]:
     """Yield the rows of a task that goes wrong before they arrive, once it has its link to the driver."""
-    while any(thread.name == "sparkhvd-driver-line" for thread in threading.enumerate()):
+    while any(thread.name == "sparkhvd-driver-connect" for thread in threading.enumerate()):
         time.sleep(0.01)
     go_wrong(how, folder)
     yield from batches

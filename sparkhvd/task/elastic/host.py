@@ -1,8 +1,8 @@
 """The workers of an elastic job on one host without Spark: ``python -m sparkhvd.task.elastic.host``.
 
-The driver starts this process like the one of a job with a fixed number of ranks: through ssh, through Slurm or
-directly. It ends when its stdin closes. It also ends when the driver's host becomes unreachable, because ssh alone may
-take hours to notice that.
+The driver starts this process through ssh, through Slurm or directly, like the host processes of jobs with a fixed
+number of ranks. The process ends when its stdin closes. It also ends when the driver's host becomes unreachable,
+because ssh alone may take hours to notice that.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def run_lease(
         stack.callback(client.wake)
         stack.callback(workers.close, _END_SECONDS)
         location = WorkerLocation(offer.host_hash, offer.host, offer.bind_host)
-        # A new parent process is the only sign that the executor has ended.
+        # Only a change of this process's parent shows that the executor has ended.
         if carry_out_commands(workers, location, commands, lambda: os.getppid() != parent) is not None:
             raise LaunchError(f"The task on host {offer.host} lost its connection to the driver.")
     yield from ()

@@ -69,7 +69,7 @@ class ElasticWorker:
         job: the job.
         membership: the address of the membership server, without a worker's number.
         defaults: environment variables that apply unless something else sets them.
-        log: receives its output; its rank changes with every generation.
+        log: receives the output of the worker; the log's rank changes with every generation.
         report: called at most once, from the thread, with the end of the worker; not called if ``stop`` ended it.
         variables: environment variables for ``fn``.
 
@@ -116,7 +116,7 @@ class ElasticWorker:
         self._log.rank = rank
 
     def stop(self) -> None:
-        """Start to end the worker, without waiting until it has ended."""
+        """Begin to end the worker, without waiting until it has ended."""
         self._process.events.put(_Stop())
 
     def wait(self, deadline: Deadline) -> bool:
@@ -238,7 +238,7 @@ class RunningWorkers:
             self._workers[number].set_rank(rank)
 
     def stop(self, number: int) -> None:
-        """Start to end a worker; do nothing if it is unknown."""
+        """Begin to end a worker; do nothing if it is unknown."""
         if number in self._workers:
             self._workers[number].stop()
 

@@ -1,1 +1,1 @@
-"""One machine: its ranks without Spark, its devices, its versions, and its examination by the preflight."""
+"""One machine: its ranks without Spark, its package versions, and its examination by the preflight."""

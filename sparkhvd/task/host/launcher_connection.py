@@ -20,7 +20,7 @@ class LauncherConnection:
     def __init__(self) -> None:
         self._input = Connection(os.dup(0), writable=False)
         output = os.dup(1)
-        os.dup2(2, 1)  # user code that prints must not write between our messages
+        os.dup2(2, 1)  # user code that prints must not write between the messages
         os.write(output, MARKER)
         self._output = Connection(output, readable=False)
         self._lock = threading.Lock()  # the messages of several threads must not interleave

@@ -1,7 +1,7 @@
-"""The ranks of one host without Spark: ``python -m sparkhvd.task.host.main``, started through ssh.
+"""The ranks of one host without Spark: ``python -m sparkhvd.task.host.main``.
 
-The process ends its ranks and itself when its stdin is closed, which happens when the launcher ends or the connection
-is lost.
+The launcher starts this process through ssh, through Slurm or directly. The process ends its ranks and itself when its
+stdin is closed, which happens when the launcher ends or the connection is lost.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ def _take_part(job: HostJob, launcher: LauncherConnection) -> dict[int, bytes | 
         plan = launcher.receive()
         if not isinstance(plan, JobPlan):
             raise TypeError(f"The launcher sent {type(plan).__name__} instead of a JobPlan.")
-        own = [slot for slot in plan.slots if slot.offer.task_index in indices]
-        for slot, (worker, log) in zip(own, workers, strict=True):
+        own_slots = [slot for slot in plan.slots if slot.offer.task_index in indices]
+        for slot, (worker, log) in zip(own_slots, workers, strict=True):
             log.rank = slot.world.rank
             worker.output.start()
             worker.send(worker_spec(job.job, plan, slot))
-        by_rank = {slot.world.rank: worker for slot, (worker, _) in zip(own, workers, strict=True)}
+        by_rank = {slot.world.rank: worker for slot, (worker, _) in zip(own_slots, workers, strict=True)}
         threading.Thread(
             target=_watch, args=(launcher, list(by_rank.values())), name="sparkhvd-launcher", daemon=True
         ).start()
@@ -97,7 +97,7 @@ def _own_address(job: HostJob) -> str:
 
 def _watch(launcher: LauncherConnection, workers: list[WorkerProcess]) -> None:
     try:
-        launcher.receive()  # blocks until the launcher ends, because it sends nothing more
+        launcher.receive()  # blocks until the launcher ends, because the launcher sends nothing more
     except (EOFError, OSError):
         for worker in workers:
             worker.terminate(1.0)

@@ -43,7 +43,7 @@ class HostJob:
         first_index: the number of this host's first slot.
         count: the number of this host's ranks.
         serves_rendezvous: whether this host serves the rendezvous.
-        token: the job's secret.
+        token: the secret that the ranks share.
     """
 
     setup: HostSetup
@@ -69,7 +69,7 @@ class ElasticHostJob:
         number: the number of this process, unique within the job.
         slots: the number of this host's slots, which share its cores.
         membership: the membership server of the driver, under all its addresses.
-        uses_ssh: whether ssh starts the process. Then ssh's variables name one more address of the driver.
+        uses_ssh: whether ssh starts the process. If so, ssh's variables name one more address of the driver.
     """
 
     setup: HostSetup
@@ -83,7 +83,7 @@ class ElasticHostJob:
 
 @dataclass(frozen=True)
 class HostReady:
-    """From host to launcher: how to reach its ranks. ``rendezvous_port`` is 0 if another host serves the rendezvous."""
+    """From host to launcher: the offers of its ranks; ``rendezvous_port`` is 0 if the rendezvous is on another host."""
 
     offers: tuple[TaskOffer, ...]
     rendezvous_port: int

@@ -25,13 +25,13 @@ def run_ranks(
 
     Args:
         plan: the plan of the job.
-        workers: by rank; each has received its spec, and has ended on return.
-        deadline: the time by which they must be ready for ``fn``.
+        workers: the workers by rank. Each has received its spec; all have ended when this function returns.
+        deadline: the time by which the workers must be ready for ``fn``.
         parent: the process that this one must not outlive, as in ``supervise_rank``.
-        report_phase: called with a rank and each new phase of it; must not block.
+        report_phase: called with a rank and its new phase; must not block.
 
     Returns:
-        By rank: its pickled result, or the outcome of a job that failed.
+        The pickled result of each rank, or the outcome of a job that failed, by rank.
 
     Raises:
         LaunchError: infrastructure was lost.
@@ -66,7 +66,7 @@ def run_ranks(
 
 
 def _end_job(plan: JobPlan, rank: int, error: Exception, workers: Mapping[int, WorkerProcess]) -> None:
-    """End the supervision of the other ranks after the supervision of one was lost; nothing else would end it."""
+    """End the job after the supervision of one rank failed, because that rank never reports an outcome."""
     deadline = Deadline.after(NOTE_SECONDS)
     report = FailureReport(rank, plan.slots[rank].offer.host, f"was lost: {error}")
     try:

@@ -18,7 +18,7 @@ _SHOWN_HOSTS = 5
 
 
 def packages_of_frameworks() -> dict[str, tuple[str, ...]]:
-    """Return the packages of all frameworks, and the other names of each as a module or distribution."""
+    """Return the packages of all frameworks, with the other names that each has as a module or a distribution."""
     return {name: others for framework in frameworks() for name, others in framework.versions.items()}
 
 
@@ -41,12 +41,12 @@ def frameworks_in_use(preload: Sequence[str]) -> tuple[str, ...]:
     """Return the frameworks that this process has loaded or its job will load, with versions, like ``torch 2.8.0``."""
     loaded = {*sys.modules, *preload}
     names = [name for name, others in packages_of_frameworks().items() if loaded & {name, *others}]
-    return _joined(installed_versions(names))
+    return _version_texts(installed_versions(names))
 
 
 def local_versions(wanted: Sequence[str]) -> tuple[str, ...]:
     """Return the versions in this process of the packages that ``frameworks_in_use`` found in the driver."""
-    return _joined(installed_versions(name for name, _ in map(_parted, wanted)))
+    return _version_texts(installed_versions(name for name, _ in map(_name_and_version, wanted)))
 
 
 def different_versions(driver: Sequence[str], offers: Sequence[TaskOffer]) -> str:
@@ -55,10 +55,10 @@ def different_versions(driver: Sequence[str], offers: Sequence[TaskOffer]) -> st
     A suffix after a plus names a build of the same version, such as one without GPUs, and is ignored.
     """
     differences = []
-    for name, own in map(_parted, driver):
+    for name, own in map(_name_and_version, driver):
         others: dict[str, list[str]] = {}
         for offer in offers:
-            other = dict(map(_parted, offer.versions)).get(name, own)
+            other = dict(map(_name_and_version, offer.versions)).get(name, own)
             hosts = others.setdefault(other, [])
             if other.partition("+")[0] != own.partition("+")[0] and offer.host not in hosts:
                 hosts.append(offer.host)
@@ -78,10 +78,10 @@ def _listed(hosts: Sequence[str]) -> str:
     return ", ".join(hosts[:_SHOWN_HOSTS]) + (f" and {counted(more, 'more host')}" if more > 0 else "")
 
 
-def _joined(versions: dict[str, str]) -> tuple[str, ...]:
+def _version_texts(versions: dict[str, str]) -> tuple[str, ...]:
     return tuple(f"{name} {number}" for name, number in versions.items())
 
 
-def _parted(text: str) -> tuple[str, str]:
+def _name_and_version(text: str) -> tuple[str, str]:
     name, _, number = text.partition(" ")
     return name, number

@@ -26,7 +26,7 @@ _POLL_SECONDS = 0.2
 
 
 class RankEnd:
-    """The end of a worker whose parent, a rank's process, reports it over a link."""
+    """A worker whose parent, the process of a rank, reports the worker's end over a link."""
 
     def __init__(self, pid: int, link: FrameSocket) -> None:
         self.pid = pid
@@ -63,7 +63,7 @@ class RankListener:
         Args:
             preload: modules that the worker imports first.
             deadline: the end of the wait.
-            should_stop: polled during the wait; true ends the wait.
+            should_stop: polled during the wait; returns whether to stop waiting.
 
         Raises:
             LaunchError: no rank connected in time, or ``should_stop`` returned true.
@@ -77,7 +77,7 @@ class RankListener:
                     raise LaunchError("no rank connected") from None
                 continue
             with connection, suppress(OSError, SparkHvdError, ValueError):
-                # An error means that the peer is not one of our ranks, or that the rank has ended, which orted reports.
+                # An error means that the peer is not a rank of this job, or that it has ended, which orted reports.
                 return self._accept_rank(connection, preload)
 
     def _accept_rank(self, connection: socket.socket, preload: Sequence[str]) -> tuple[RankConnected, Spawned]:

@@ -23,7 +23,7 @@ _THEN_REMOVE = 'trap : TERM; "$@"; code=$?; rm -rf "$0"; exit $code'
 
 
 def orted_command(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Parse the command line that ``mpirun`` hands to its agent as a remote shell would.
+    """Parse, as a remote shell would, the command line that ``mpirun`` passes to its agent.
 
     An Open MPI that was built with a prefix puts assignments of PATH and LD_LIBRARY_PATH first.
 
@@ -37,18 +37,18 @@ def orted_command(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         words = shlex.split(" ".join(arguments))
     except ValueError as error:
         raise LaunchError(f"A task executes only orted, and this command line cannot be parsed: {error}.") from error
-    where = next((i for i, word in enumerate(words) if Path(word).name == "orted"), None)
-    if where is None:
+    command_index = next((i for i, word in enumerate(words) if Path(word).name == "orted"), None)
+    if command_index is None:
         raise LaunchError(f"A task executes only orted, got {' '.join(words[:3])!r}.")
-    assigned = dict(word.split("=", 1) for word in words[:where] if "=" in word)
-    return {name: value.rstrip(";").strip() for name, value in assigned.items()}, words[where:]
+    assignments = dict(word.split("=", 1) for word in words[:command_index] if "=" in word)
+    return {name: value.rstrip(";").strip() for name, value in assignments.items()}, words[command_index:]
 
 
 class Orted:
     """One ``orted`` in a session and process group of its own.
 
     Args:
-        arguments: the command line that ``mpirun`` handed to its agent.
+        arguments: the command line that ``mpirun`` passed to its agent.
         environment: the environment of the process; its ranks inherit it.
 
     Raises:
@@ -56,16 +56,16 @@ class Orted:
     """
 
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
-        assigned, command = orted_command(arguments)
+        assignments, command = orted_command(arguments)
         try:
             self._folder = tempfile.mkdtemp(prefix="sparkhvd-")
         except OSError as error:
             raise LaunchError(f"orted cannot be started: its temporary folder cannot be created: {error}.") from error
         # Hosts of a job that Open MPI sees as one machine would otherwise share these folders by accident.
         shared = ("OMPI_MCA_orte_tmpdir_base", "OMPI_MCA_btl_vader_backing_directory", SCRATCH)
-        own = dict.fromkeys(shared, self._folder)
-        merged = {**environment, **own}
-        for name, value in assigned.items():
+        own_variables = dict.fromkeys(shared, self._folder)
+        merged = {**environment, **own_variables}
+        for name, value in assignments.items():
             merged[name] = value.replace(f"${name}", merged.get(name, "")).strip(":")
         try:
             self._process = subprocess.Popen(

@@ -1,7 +1,7 @@
 """The program that ``orted`` starts as a rank: it connects to its host's task, forks the worker and reports its end.
 
-The worker is a fork, so it needs neither a second start of Python nor the memory for it. The parent of a failed worker
-ends only after the task has recorded the failure, because ``mpirun`` then kills all other ranks.
+The worker is a fork of this program, which saves a second start of Python and its memory. If the worker fails, this
+program ends only after the task has recorded the failure: ``mpirun`` kills all other ranks once this program fails.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sparkhvd.task.worker.scratch import make_scratch, remove_scratch
 
 _CONNECT_SECONDS = 30.0
 _NOTE_SECONDS = 30.0
-# Variables that mpirun sets: the rank, the world size, and the number of ranks on this host.
+# Variables that Open MPI sets: the rank, the world size, and the number of ranks on this host.
 _WORLD_VARIABLES = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 
 

@@ -173,7 +173,7 @@ def _run_host_ranks(assigned: _AssignedTask, own_slots: list[Slot]) -> dict[int,
     """Let ``orted`` start the ranks of this host, and supervise them."""
     job, service = assigned.job.job, assigned.service
     with ExitStack() as stack:
-        # Logs are closed last: a driver that no longer responds may delay this, which must not keep orted alive.
+        # Close the logs last: a driver that no longer responds delays closing them, which must not keep orted alive.
         logs = stack.enter_context(ExitStack())
         events: queue.SimpleQueue[object] = queue.SimpleQueue()
         stack.enter_context(_watching(assigned.plan, events))
@@ -211,7 +211,7 @@ def _run_host_ranks(assigned: _AssignedTask, own_slots: list[Slot]) -> dict[int,
 
 
 def _wrong_number_of_ranks(started: RankConnected, plan: JobPlan, own_slots: Sequence[Slot]) -> str:
-    """Return an error if ``mpirun`` did not start one rank per task on this host; otherwise an empty string."""
+    """Return an error message if ``mpirun`` did not start one rank per task on this host; otherwise empty."""
     if (started.size, started.local_size) == (len(plan.slots), len(own_slots)):
         return ""
     return (
@@ -261,7 +261,7 @@ def _watching(plan: JobPlan, events: queue.SimpleQueue[object]) -> Iterator[Rend
 
 
 def _environment(job: Job, task: TaskInfo, listener: RankListener) -> dict[str, str]:
-    """Return the environment of ``orted`` and its ranks: this process's, with the user's changes and ours."""
+    """Return the environment of ``orted`` and its ranks: that of this process, changed by the user and sparkhvd."""
     rank_variables = {
         EXECUTABLE: job.executable or sys.executable,
         FOLDER: str(Path.cwd()),

@@ -1,7 +1,7 @@
 """Cleanup after a rank whose actor Ray has killed.
 
-Ray kills the children of an actor together with it. So the worker process cannot end its own children, nor remove its
-temporary folder, as it does with other launchers. A shell that is not a child of the actor does both.
+Ray kills an actor together with its children. So the worker process cannot end its own children or remove its temporary
+folder, as it does with other launchers. A shell that is not a child of the actor does both.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _SCRIPT = 'exec 3<&0; (read -r line <&3 || { kill -s KILL -- "-$1"; rm -rf -- "$
 
 
 class Cleanup:
-    """Ends a process group and removes a folder when this process is killed before ``close``."""
+    """Ends a process group and removes a folder if this process is killed before ``close``."""
 
     def __init__(self, process_group: int, folder: str | None) -> None:
         read_end, self._write_end = os.pipe()

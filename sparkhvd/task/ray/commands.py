@@ -1,7 +1,7 @@
 """The commands of a ``RayExecutor``: functions that a rank runs one after the other, in one process.
 
-The rank's actor forwards the commands over a Unix socket. Both sides derive its name and its secret from the job's
-secret.
+The rank's actor forwards the commands over a Unix socket. Both sides derive the name and the secret of the socket from
+the secret that the ranks share.
 """
 
 from __future__ import annotations

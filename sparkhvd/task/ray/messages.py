@@ -31,7 +31,7 @@ class RankPart:
         nodes: the addresses of the nodes of all actors, by number.
         cpus: the number of the rank's cores.
         takes_commands: whether the rank runs the commands of a ``RayExecutor``.
-        token: the job's secret.
+        token: the secret that the ranks share.
     """
 
     index: int

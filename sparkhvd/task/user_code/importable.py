@@ -57,7 +57,9 @@ def _find(name: str, path: list[str] | None) -> ModuleSpec | None:
     except KeyError:  # the finder looks up the parent of a namespace package, which is not imported
         folder = name.rpartition(".")[2]
         spec = ModuleSpec(name, None, is_package=True)
-        spec.submodule_search_locations = [str(found) for root in path or () if (found := Path(root, folder)).is_dir()]
+        spec.submodule_search_locations = [
+            str(location) for root in path or () if (location := Path(root, folder)).is_dir()
+        ]
         return spec
 
 

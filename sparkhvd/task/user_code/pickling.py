@@ -25,13 +25,13 @@ from cloudpickle.cloudpickle import _DYNAMIC_CLASS_TRACKER_BY_ID as _BY_ID
 from sparkhvd.task.user_code.importable import locate
 
 # The limit of characters per function; tracebacks elsewhere show no source lines of longer functions.
-_MOST_SOURCE = 64 * 1024
-# Identity belongs to the process, as cloudpickle's own table of classes does.
+_MAX_SOURCE_CHARACTERS = 64 * 1024
+# The state below belongs to the process, as cloudpickle's own table of classes does.
 _PROCESS = uuid.uuid4().hex
-_opened: weakref.WeakSet[type] = weakref.WeakSet()  # classes that arrived in a pickle
+_received_classes: weakref.WeakSet[type] = weakref.WeakSet()  # classes that arrived in a pickle
 _singles: dict[tuple[type, str, str, str], object] = {}  # stateless values that arrived in a pickle, see single()
 _sources: dict[str, dict[int, str]] = {}  # lines by number, for files that this process lacks
-_own: weakref.WeakSet[type] = weakref.WeakSet()  # classes defined here that left in a pickle
+_own_classes: weakref.WeakSet[type] = weakref.WeakSet()  # classes of this process that it has pickled
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
@@ -41,8 +41,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         """Return how to pickle a value; pickle calls this method."""
         reduced = super().reducer_override(value)
         if isinstance(value, type) and isinstance(reduced, tuple) and len(reduced) == 6:
-            if value not in _opened:
-                _own.add(value)
+            if value not in _received_classes:
+                _own_classes.add(value)
             return (*reduced[:5], functools.partial(set_class_state, reduced[5]))
         return reduced
 
@@ -56,8 +56,8 @@ def dumps(value: object) -> bytes:
 
 def set_class_state(setter: Callable[[type, Any], Any], kind: type, state: Any) -> type:
     """Set the attributes that arrived with a class, unless this process defined the class."""
-    if kind not in _own:
-        _opened.add(kind)
+    if kind not in _own_classes:
+        _received_classes.add(kind)
         setter(kind, state)
     return kind
 
@@ -78,8 +78,8 @@ class SentModule(ModuleType):
 
 def reduced_module(module: ModuleType, digest: str, names: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return how to pickle a module by value, with some of its names."""
-    made = (module.__name__, getattr(module, "__package__", None), digest, _PROCESS)
-    return sent_module, made, dict(names), None, None, set_names
+    arguments = (module.__name__, getattr(module, "__package__", None), digest, _PROCESS)
+    return sent_module, arguments, dict(names), None, None, set_names
 
 
 def sent_module(name: str, package: str | None, digest: str, process: str) -> ModuleType:
@@ -136,7 +136,7 @@ def reduced_single(value: object, module: str, name: str, digest: str) -> tuple[
 
 def known_single(value: object) -> tuple[Any, ...] | None:
     """Return how to pickle a value that ``single`` returned; None for any other value."""
-    return next(((single, key) for key, each in _singles.items() if each is value), None)
+    return next(((single, key) for key, known in _singles.items() if known is value), None)
 
 
 def single(kind: type, module: str, name: str, digest: str) -> object:
@@ -150,7 +150,7 @@ def single(kind: type, module: str, name: str, digest: str) -> object:
 
 
 def identify(kind: type, digest: str) -> None:
-    """Give a class of a module the same identity in every process, even across pickles of several processes.
+    """Give a class of a module the same identity in every process, also in pickles from several processes.
 
     cloudpickle identifies a class by a random number that it draws when it first pickles the class.
 
@@ -166,9 +166,9 @@ def identify(kind: type, digest: str) -> None:
 
 def cached_property(function: Callable[[Any], Any], name: str | None) -> functools.cached_property[Any]:
     """Return a cached property; up to Python 3.11 it holds a lock, which cannot be pickled."""
-    made = functools.cached_property(function)
-    made.attrname = name
-    return made
+    created = functools.cached_property(function)
+    created.attrname = name
+    return created
 
 
 def cached(function: Callable[..., Any], maxsize: int | None, typed: bool) -> Callable[..., Any]:
@@ -182,20 +182,20 @@ class SourceLines:
     def __init__(self, code: CodeType) -> None:
         first = code.co_firstlineno
         lines = linecache.getlines(code.co_filename)[max(0, first - 1) : _last_line(code)]
-        short = sum(map(len, lines)) <= _MOST_SOURCE
-        self._made = (code.co_filename, first, tuple(lines) if short else ())
+        is_short = sum(map(len, lines)) <= _MAX_SOURCE_CHARACTERS
+        self._arguments = (code.co_filename, first, tuple(lines) if is_short else ())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return keep_lines, self._made
+        return keep_lines, self._arguments
 
 
 def _last_line(code: CodeType) -> int:
-    within = [_last_line(const) for const in code.co_consts if isinstance(const, CodeType)]
-    return max([code.co_firstlineno, *within, *(line for _, _, line in code.co_lines() if line)])
+    nested_lines = [_last_line(const) for const in code.co_consts if isinstance(const, CodeType)]
+    return max([code.co_firstlineno, *nested_lines, *(line for _, _, line in code.co_lines() if line)])
 
 
 def keep_lines(filename: str, first: int, lines: tuple[str, ...]) -> None:
-    """Let tracebacks of this process show these lines, unless it has the whole file."""
+    """Let tracebacks of this process show these lines, unless the process has the whole file."""
     if not lines or (filename not in _sources and linecache.getlines(filename)):
         return
     known = _sources.setdefault(filename, {})

@@ -16,7 +16,7 @@ class CommandEndedError(LaunchError):
     """The program of a rank failed; the message completes "Rank 1 on host X ...".
 
     Attributes:
-        code: its exit code, negative if a signal ended it; None if it could not be started.
+        code: the program's exit code, negative if a signal ended it; None if the program could not be started.
     """
 
     def __init__(self, message: str, code: int | None = None) -> None:

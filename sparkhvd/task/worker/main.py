@@ -120,7 +120,7 @@ def _run_job(spec: WorkerSpec, connection: Connection, inbox: queue.SimpleQueue[
         try:
             session.shutdown()
         except CollectiveError as error:
-            report = _raised(error, "failed while leaving the job", "")
+            report = _raised_report(error, "failed while leaving the job", "")
     _flush_output()
     connection.send_bytes(pickle.dumps(report))
     # A failing rank stays connected until its failure is recorded. Otherwise, other ranks could report its loss first.
@@ -160,9 +160,9 @@ def run_payload(payload: bytes, on_end: Callable[[], None] = lambda: None) -> Re
     try:
         fn, args, kwargs = cloudpickle.loads(payload)
     except ModuleNotFoundError as error:
-        return _raised(error, _not_importable(error.name), STARTING)
+        return _raised_report(error, _not_importable(error.name), STARTING)
     except Exception as error:  # noqa: BLE001 - unpickling runs the user's code
-        return _raised(error, f"could not unpickle fn: {type(error).__name__}: {error}", STARTING)
+        return _raised_report(error, f"could not unpickle fn: {type(error).__name__}: {error}", STARTING)
     try:
         result = fn(*args, **kwargs)
     except BaseException as error:  # noqa: BLE001 - the user's code may raise anything; the report carries it
@@ -170,7 +170,7 @@ def run_payload(payload: bytes, on_end: Callable[[], None] = lambda: None) -> Re
             _end_child(error)
         if not (isinstance(error, SystemExit) and error.code in {None, 0}):
             on_end()
-            return _ended(error)
+            return _failure_of_fn(error)
         result = None
     if os.getpid() != worker_pid:
         _end_child(None)
@@ -178,7 +178,7 @@ def run_payload(payload: bytes, on_end: Callable[[], None] = lambda: None) -> Re
     try:
         return Returned(dumps(result))
     except Exception as error:  # noqa: BLE001 - pickling runs the user's code
-        return _raised(error, f"returned a {type(result).__name__} that cannot be pickled: {error}", ENDED)
+        return _raised_report(error, f"returned a {type(result).__name__} that cannot be pickled: {error}", ENDED)
 
 
 def _end_child(error: BaseException | None) -> NoReturn:
@@ -200,7 +200,7 @@ def _end_child(error: BaseException | None) -> NoReturn:
         os._exit(code & 0xFF)
 
 
-def _ended(error: BaseException) -> Raised:
+def _failure_of_fn(error: BaseException) -> Raised:
     if isinstance(error, CommandEndedError):  # the program's stderr explains the failure
         return Raised(str(error), traceback="", secondary=False, phase="", error=_comparable_error(error))
     if isinstance(error, SystemExit):
@@ -208,7 +208,7 @@ def _ended(error: BaseException) -> Raised:
     else:
         cause = f"raised {type(error).__name__}: {_message(error) or _raising_line(error)}"
     is_final = isinstance(error, _FINAL_ERRORS)
-    return replace(_raised(error, cause), error=_comparable_error(error), is_final=is_final)
+    return replace(_raised_report(error, cause), error=_comparable_error(error), is_final=is_final)
 
 
 def _comparable_error(error: BaseException) -> str:
@@ -230,13 +230,13 @@ def _message(error: BaseException) -> str:
 
 def _raising_line(error: BaseException) -> str:
     """Return where an error without a message was raised, with the source line if it is known here."""
-    steps = traceback.extract_tb(error.__traceback__)
-    if not steps:
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames:
         return "no message"
-    return f"line {steps[-1].lineno} of {os.path.basename(steps[-1].filename)}: {steps[-1].line or steps[-1].name}"  # noqa: PTH119
+    return f"line {frames[-1].lineno} of {os.path.basename(frames[-1].filename)}: {frames[-1].line or frames[-1].name}"  # noqa: PTH119
 
 
-def _raised(error: BaseException, cause: str, phase: str | None = None) -> Raised:
+def _raised_report(error: BaseException, cause: str, phase: str | None = None) -> Raised:
     return Raised(cause, "".join(traceback.format_exception(error)), _is_secondary(error), phase)
 
 

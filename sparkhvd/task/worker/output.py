@@ -38,15 +38,15 @@ class LineBuffer:
 
     def __init__(self, max_line_bytes: int = MAX_LINE_BYTES) -> None:
         self._rest = b""
-        self._returned = False  # whether the last forwarded text ended with a carriage return
+        self._ended_with_return = False  # whether the last forwarded text ended with a carriage return
         self._max_line_bytes = max_line_bytes
 
     def add(self, piece: bytes) -> bytes | None:
         """Add a piece, and return the lines that are now complete, without the last newline; None if there are none."""
         self._rest += piece
-        if self._returned and self._rest[:1] == b"\n":  # the carriage return has already ended that line
+        if self._ended_with_return and self._rest[:1] == b"\n":  # the carriage return has already ended that line
             self._rest = self._rest[1:]
-        self._returned = self._returned and not self._rest
+        self._ended_with_return = self._ended_with_return and not self._rest
         newline = self._rest.rfind(b"\n")
         end = self._overwritten(newline + 1)
         if end:
@@ -57,7 +57,7 @@ class LineBuffer:
             lines, self._rest = self._rest, b""
         else:
             return None
-        self._returned = end > 0 and lines.endswith(b"\r")
+        self._ended_with_return = end > 0 and lines.endswith(b"\r")
         return lines
 
     def _overwritten(self, start: int) -> int:
@@ -80,7 +80,7 @@ class RankLog(Protocol):
     rank: int
 
     def started(self) -> None:
-        """Report that all ranks of the job are running."""
+        """Report that all tasks of the job run and that their ranks are assigned."""
 
     def write(self, stream: str, content: bytes) -> None:
         """Write whole lines."""
@@ -123,14 +123,14 @@ class DriverLog:
         self.rank = -1
 
     def started(self) -> None:
-        """Report to the driver that the ranks are running."""
+        """Report to the driver that all tasks of the job run and that their ranks are assigned."""
         self._send(Started(self._job.num_proc))
 
     def write(self, stream: str, content: bytes) -> None:
         """Write whole lines."""
-        where = dict(self._job.log_files).get(stream)
-        if where is not None:
-            self._files.write(where, self.rank, stream, content)
+        destination = dict(self._job.log_files).get(stream)
+        if destination is not None:
+            self._files.write(destination, self.rank, stream, content)
         elif stream not in self._job.streamed or not self._send(Output(self.rank, stream, content)):
             self._write_here(self.rank, stream, content)
 
@@ -227,7 +227,7 @@ class OutputPump:
             still_open = len(self._streams)
             while still_open:
                 ready = [key.fd for key, _ in selector.select()]
-                for descriptor in (one for one in ready if one in self._streams):
+                for descriptor in (ready_fd for ready_fd in ready if ready_fd in self._streams):
                     if not self._pass_on(descriptor):
                         selector.unregister(descriptor)
                         still_open -= 1

@@ -24,7 +24,7 @@ from sparkhvd.task.worker.output import OutputPump, RankLog
 from sparkhvd.task.worker.scratch import make_scratch, remove_scratch
 from sparkhvd.task.worker.template import ForkedProcess, Offer, Origin, Templates
 
-# After the end of a process group: how long a process that left the group may still write to its pipes.
+# How long a process that left the worker's process group may still write to the pipes after the end of the group.
 OUTPUT_SECONDS = 2.0
 
 
@@ -45,11 +45,11 @@ class Spawned:
     """A worker process that was just started. Its owner closes ``control`` and the two descriptors.
 
     Attributes:
-        process: its process id and its end.
-        control: our end of its private socket.
-        stdout: read end of its stdout.
-        stderr: read end of its stderr.
-        scratch: a folder to remove when the process has ended.
+        process: the process.
+        control: this process's end of the worker's private socket.
+        stdout: the read end of the worker's stdout.
+        stderr: the read end of the worker's stderr.
+        scratch: a folder to remove when the worker has ended.
     """
 
     process: ProcessEnd
@@ -60,7 +60,7 @@ class Spawned:
 
 
 class ChildProcess:
-    """The end of a child of this process."""
+    """A worker that is a child of this process."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
@@ -97,32 +97,32 @@ def spawn_worker(
     command = (executable or sys.executable, "-m", "sparkhvd.task.worker.main", *preload)
     if warm_seconds <= 0:
         return _start_worker(command, environment)
-    found = _fork_worker(Origin.of(command, environment))
-    if isinstance(found, Spawned):
-        return found
-    if found is None:
+    forked = _fork_worker(Origin.of(command, environment))
+    if isinstance(forked, Spawned):
+        return forked
+    if forked is None:
         return _start_worker(command, environment)
-    with closing(found):
-        template = ("--template-fds", *map(str, found.descriptors), "--warm-seconds", str(warm_seconds))
-        return _start_worker((*command, *template), environment, found.descriptors)
+    with closing(forked) as offer:
+        template = ("--template-fds", *map(str, offer.descriptors), "--warm-seconds", str(warm_seconds))
+        return _start_worker((*command, *template), environment, offer.descriptors)
 
 
 def _fork_worker(origin: Origin) -> Spawned | Offer | None:
     """Fork a worker; see ``Templates.fork``."""
     with _channels() as channels:
-        found = TEMPLATES.fork(origin, channels.of_worker)
-        return channels.spawned(found, found.scratch) if isinstance(found, ForkedProcess) else found
+        forked = TEMPLATES.fork(origin, channels.worker_ends)
+        return channels.spawned(forked, forked.scratch) if isinstance(forked, ForkedProcess) else forked
 
 
 def _start_worker(command: Sequence[str], environment: Mapping[str, str], descriptors: Sequence[int] = ()) -> Spawned:
     """Start a worker that inherits the descriptors."""
     scratch = make_scratch()
-    own = {name: value for name, value in environment.items() if name != SCRATCH}
+    variables = {name: value for name, value in environment.items() if name != SCRATCH}
     if scratch is not None:
-        own[SCRATCH] = scratch
+        variables[SCRATCH] = scratch
     try:
         with _channels() as channels:
-            control, stdout, stderr = channels.of_worker
+            control, stdout, stderr = channels.worker_ends
             process = subprocess.Popen(
                 [*command, "--control-fd", str(control)],
                 pass_fds=(*descriptors, control),
@@ -130,7 +130,7 @@ def _start_worker(command: Sequence[str], environment: Mapping[str, str], descri
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,
-                env=own,
+                env=variables,
             )
             return channels.spawned(ChildProcess(process), scratch)
     except BaseException:
@@ -143,15 +143,15 @@ class _Channels:
     """The private socket and the output pipes of a worker that is about to start.
 
     Attributes:
-        ours: descriptors of our ends: of the socket, stdout and stderr.
-        of_worker: descriptors of the worker's ends.
+        own_ends: descriptors of this process's ends of the socket, stdout and stderr.
+        worker_ends: descriptors of the worker's ends.
     """
 
-    ours: tuple[int, int, int]
-    of_worker: tuple[int, int, int]
+    own_ends: tuple[int, int, int]
+    worker_ends: tuple[int, int, int]
 
     def spawned(self, process: ProcessEnd, scratch: str | None) -> Spawned:
-        control, stdout, stderr = map(os.dup, self.ours)
+        control, stdout, stderr = map(os.dup, self.own_ends)
         return Spawned(process, socket.socket(fileno=control), stdout, stderr, scratch)
 
 
@@ -160,14 +160,14 @@ def _channels() -> Iterator[_Channels]:
     """Open the channels of a worker; leaving ``with`` closes them, but not the duplicates that ``spawned`` made."""
     with ExitStack() as stack:
 
-        def kept(ends: tuple[int, int]) -> tuple[int, int]:
+        def closed_with_stack(ends: tuple[int, int]) -> tuple[int, int]:
             for end in ends:
                 stack.callback(os.close, end)
             return ends
 
-        own, other = socket.socketpair()
-        control = kept((own.detach(), other.detach()))
-        stdout, stderr = kept(os.pipe()), kept(os.pipe())
+        own_socket, worker_socket = socket.socketpair()
+        control = closed_with_stack((own_socket.detach(), worker_socket.detach()))
+        stdout, stderr = closed_with_stack(os.pipe()), closed_with_stack(os.pipe())
         yield _Channels((control[0], stdout[0], stderr[0]), (control[1], stdout[1], stderr[1]))
 
 
@@ -180,8 +180,8 @@ def spawn_or_substitute(
 ) -> tuple[Spawned, str]:
     """Start a worker, or a substitute that stays idle when the worker cannot start.
 
-    A retry would fail in the same way, so the task reports the failure to the others instead of raising. For that it
-    needs a process to supervise.
+    A retry would fail in the same way, so the task does not raise an error but reports the failure to the other tasks.
+    The report needs a process to supervise.
 
     Returns:
         The process, and why it is a substitute, to complete "Rank 1 on host X ..."; empty for the worker itself.

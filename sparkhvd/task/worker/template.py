@@ -130,7 +130,7 @@ def _prefix(owner: int) -> str:
 
 
 class ForkedProcess:
-    """The end of a worker that a template forked. The worker's parent reports it."""
+    """A worker that a template forked. The worker's parent reports its end."""
 
     def __init__(self, pid: int, parent: socket.socket, scratch: str | None) -> None:
         self.pid = pid
@@ -189,7 +189,7 @@ class Templates:
         Returns:
             The worker. If there is no template, the offer with which a new worker can split one off, or None if that is
             not possible. A worker that the template forks too late ends by itself: its private socket closes when the
-            caller closes the descriptors. It shares its scratch folder with no other worker.
+            caller closes the descriptors. No other worker uses its scratch folder.
         """
         address, deadline = origin.address, Deadline.after(_SPLIT_SECONDS)
         is_first = True
@@ -251,7 +251,7 @@ def _descriptor_of(process: int) -> int:
 
 
 def _end_oldest(owner: int, kept: int) -> None:
-    """End all templates of an owner but the ``kept`` newest."""
+    """End all templates of an owner except the newest ``kept`` ones."""
     with contextlib.ExitStack() as stack:
         links = [stack.enter_context(link) for name in _addresses(owner) if (link := _connect(name)) is not None]
         links.sort(key=_start_time, reverse=True)
@@ -322,8 +322,8 @@ def split_off_template(
         idle_seconds: how long the template waits for the next request.
         control: this worker's private socket, which the template closes.
         known_threads: threads from before the imports that a fork may end: the thread that reads ``control``, and the
-            threads of NumPy's BLAS, which starts them again. They exclude other Python threads, such as those that a
-            ``sitecustomize`` starts.
+            threads of NumPy's BLAS, which starts them again. Other Python threads, such as those that a
+            ``sitecustomize`` starts, are not among them.
 
     Returns:
         None in this process; in every worker that the template forks, the descriptor of its private socket.
@@ -393,7 +393,7 @@ def _readable(descriptors: Sequence[int], seconds: float) -> set[int]:
 
 
 def _sources() -> dict[str, tuple[int, int]]:
-    """Return when the files of all imported modules were last changed, and their sizes."""
+    """Return the times of the last change and the sizes of the files of all imported modules."""
     states = {}
     for module in list(sys.modules.values()):
         # Use __dict__: some modules import others when an attribute that they lack is read.
