@@ -19,7 +19,7 @@ def _names(text: str) -> list[str]:
     return [name for name in text.split(",") if name]
 
 
-def _same(text: str) -> str:
+def _unchanged(text: str) -> str:
     return text
 
 
@@ -31,7 +31,7 @@ class Tuning:
         flag: its name, without dashes.
         variable: Horovod's name for the setting.
         config_key: section and key in a configuration file.
-        switch: whether it takes no value but has a ``--no-`` form.
+        switch: whether the flag takes no value and has a ``--no-`` form.
         convert: converts the flag's text to the variable's.
         inverted: whether the flag turns a feature on that the variable turns off.
     """
@@ -40,7 +40,7 @@ class Tuning:
     variable: str
     config_key: tuple[str, str]
     switch: bool = False
-    convert: Callable[[str], str] = _same
+    convert: Callable[[str], str] = _unchanged
     inverted: bool = False
 
     @property
@@ -116,7 +116,7 @@ UNSUPPORTED: Mapping[str, str] = {
 }
 
 
-# Flags of elastic jobs, by their attributes. One of the first two makes a job elastic.
+# Flags of elastic jobs, by the names of their attributes. Either of the first two makes a job elastic.
 FOR_ELASTIC: Mapping[str, str] = {
     "min_num_proc": "--min-np",
     "host_discovery_script": "--host-discovery-script",
@@ -132,7 +132,7 @@ FOR_ELASTIC: Mapping[str, str] = {
 STARTS_ELASTIC = ("min_num_proc", "host_discovery_script")
 
 
-# Flags that configure the access to other machines, by their attributes.
+# Flags that configure the access to other machines, by the names of their attributes.
 FOR_HOSTS: Mapping[str, str] = {
     "ssh_port": "--ssh-port",
     "ssh_identity_file": "--ssh-identity-file",
@@ -160,7 +160,7 @@ class Parser(argparse.ArgumentParser):
         return flags
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
-        """Match whole flags only: ``python -m`` of the command must not look like a shortened flag."""
+        """Match whole flags only: ``-m`` in ``python -m module`` must not match the beginning of a flag."""
         matches: list[Any] = super()._get_option_tuples(option_string)
         return [match for match in matches if option_string.startswith(match[1])]
 

@@ -47,7 +47,7 @@ _NAME_SECONDS = 10.0
 
 
 class SessionTimeoutError(LaunchError):
-    """Spark has not created a session in time, and is still trying."""
+    """Spark did not create a session in time and is still trying."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         check_counts(flags.num_proc, flags.gpus_per_task, flags.cpus_per_task)
         check_seconds("timeout", flags.timeout)
-        session, own = _session(flags)
+        session, is_own = _session(flags)
         try:
             report = preflight(
                 session,
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 timeout=flags.timeout,
             )
         finally:
-            if own:
+            if is_own:
                 session.stop()
     except SparkHvdError as error:
         sys.stderr.write(f"sparkhvd: {error}\n")
@@ -123,8 +123,8 @@ def _session(flags: argparse.Namespace) -> tuple[SparkSession, bool]:
         if not equals or not name.strip():
             raise ConfigError(f"--conf must be NAME=VALUE, like spark.executor.cores=4, got {setting!r}.")
         builder = builder.config(name, value)
-    own = SparkSession.getActiveSession() is None
-    if own:
+    is_own = SparkSession.getActiveSession() is None
+    if is_own:
         _check_hosts(flags)
         if flags.remote is None:
             _check_java()
@@ -132,8 +132,8 @@ def _session(flags: argparse.Namespace) -> tuple[SparkSession, bool]:
     with tempfile.TemporaryFile() as log:
         try:
             with _stderr_to(log):  # Spark's JVM inherits it for as long as it lives
-                made = in_background(builder.getOrCreate, "sparkhvd-session")
-                return made.result(flags.timeout if flags.timeout < threading.TIMEOUT_MAX else None), own
+                session = in_background(builder.getOrCreate, "sparkhvd-session")
+                return session.result(flags.timeout if flags.timeout < threading.TIMEOUT_MAX else None), is_own
         except TimeoutError:
             why = f"it was not created within --timeout {flags.timeout:g} s.{_last_line(log)}"
             raise SessionTimeoutError(f"There is no Spark session on {_master(flags)}: {why}") from None
@@ -163,7 +163,7 @@ def _check_java() -> None:
 
 
 def _check_hosts(flags: argparse.Namespace) -> None:
-    """Check that a host of the flags has an address: Spark would retry hosts without one endlessly.
+    """Check that at least one host in the flags has an address: Spark would retry unknown hosts endlessly.
 
     Raises:
         LaunchError: this machine cannot resolve any host that the flags name.

@@ -38,7 +38,7 @@ _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _MPIRUN_SECONDS = 10
 _OPEN_MPI_PREFIXES = ("OMPI_", "ORTE_", "PMIX_", "PRTE_")
 # Ends mpirun when its own stdin is closed, even by the death of this process.
-_END_AFTER_US = (
+_END_WITH_STDIN = (
     'cat; kill -TERM "$0"; n=0; while kill -0 "$0" && [ $n -lt "$1" ]; do sleep 1; n=$((n+1)); done; kill -KILL "-$0"'
 )
 
@@ -208,7 +208,7 @@ def _run_by_mpi(flags: argparse.Namespace, hosts: tuple[Host, ...], command: Seq
     # ranks.
     with subprocess.Popen(line, start_new_session=True) as mpirun:
         try:
-            with _ended_after_us(mpirun):
+            with _ended_with_this_process(mpirun):
                 return mpirun.wait()
         finally:
             if mpirun.poll() is None:
@@ -216,10 +216,10 @@ def _run_by_mpi(flags: argparse.Namespace, hosts: tuple[Host, ...], command: Seq
 
 
 @contextmanager
-def _ended_after_us(mpirun: subprocess.Popen[bytes]) -> Iterator[None]:
+def _ended_with_this_process(mpirun: subprocess.Popen[bytes]) -> Iterator[None]:
     """End ``mpirun`` and its ranks even if this process is killed within this block."""
     with subprocess.Popen(
-        ["/bin/sh", "-c", _END_AFTER_US, str(mpirun.pid), str(_MPIRUN_SECONDS)],
+        ["/bin/sh", "-c", _END_WITH_STDIN, str(mpirun.pid), str(_MPIRUN_SECONDS)],
         start_new_session=True,
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
@@ -254,18 +254,20 @@ def mpirun_words(
     count = sum(host.slots for host in used) or flags.num_proc
     ssh = [f"-p {flags.ssh_port}"] if flags.ssh_port is not None else []
     ssh += [f"-i {flags.ssh_identity_file}"] if flags.ssh_identity_file is not None else []
-    more = split_arguments("--mpi-args", flags.mpi_args)
-    included = interface_parameters(",".join(flags.nics), parameters_of(more, environment)) if flags.nics else {}
+    mpi_arguments = split_arguments("--mpi-args", flags.mpi_args)
+    included = (
+        interface_parameters(",".join(flags.nics), parameters_of(mpi_arguments, environment)) if flags.nics else {}
+    )
     names = [name for name in environment if not name.startswith(_OPEN_MPI_PREFIXES)]
     if addresses := [host.name for host in used if is_ipv6(host.name)]:
         raise ConfigError(
             f"mpirun takes no IPv6 address for a host, got {addresses[0]}. Give the host a name (/etc/hosts), or leave "
             "out --mpi."
         )
-    where = ",".join(host.text for host in used) or f"{socket.gethostname()}:{count}"
+    host_list = ",".join(host.text for host in used) or f"{socket.gethostname()}:{count}"
     return [
         *(["--allow-run-as-root"] if root else []),
-        *(["-np", str(count), "-H", where] if count is not None else []),
+        *(["-np", str(count), "-H", host_list] if count is not None else []),
         *(split_arguments("--binding-args", flags.binding_args) or ["--bind-to", "none", "--map-by", "slot"]),
         *(word for name, value in COMPONENTS.items() for word in ("-mca", name, value)),
         *(["-mca", "plm_rsh_args", " ".join(ssh)] if ssh else []),
@@ -275,7 +277,7 @@ def mpirun_words(
         *(["--timestamp-output"] if flags.prefix_output_with_timestamp else []),
         "--tag-output",
         *(word for name in names for word in ("-x", name)),
-        *more,
+        *mpi_arguments,
     ]
 
 

@@ -41,7 +41,7 @@ def notices(flags: argparse.Namespace, settings: Mapping[str, str], launcher: st
 
     Args:
         flags: flags of the command line.
-        settings: the variables that they and the configuration file set.
+        settings: the variables that the flags and the configuration file set.
         launcher: name of the launcher: ``local``, ``ssh`` or ``mpi``.
         on_hosts: whether the ranks may run on other machines, which flags or a batch job name.
     """

@@ -86,9 +86,9 @@ def agree(
     plan = _plan_agreement(weights, [of_rank for _, of_rank in gathered])
     if not plan.averaged and not plan.copied:
         return {}
-    wanted = [*plan.averaged, *plan.copied]
-    mine = {key: arrays[key] for key in wanted} if communicator.world.rank == plan.source else {}
-    base = objects.broadcast_object(communicator, mine, plan.source, name=f"{name} base")
+    differing = [*plan.averaged, *plan.copied]
+    own_arrays = {key: arrays[key] for key in differing} if communicator.world.rank == plan.source else {}
+    base = objects.broadcast_object(communicator, own_arrays, plan.source, name=f"{name} base")
     if not plan.averaged:
         return base
     share = weights[communicator.world.rank] / sum(weights)

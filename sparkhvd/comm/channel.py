@@ -30,7 +30,7 @@ T = TypeVar("T")
 # watches the peer and two that report the end of its process.
 _FILES_PER_LINK, _FILES_PER_TUNNEL, _FILES_PER_NEIGHBOR = 1, 3, 4
 
-# Ranks that differ in one of these would wait for each other, or not understand each other's messages.
+# If ranks differed in one of these settings, they would wait for each other or misread each other's messages.
 _COMMON_SETTINGS = (
     "fusion_threshold",
     "cache_capacity",
@@ -168,7 +168,7 @@ def open_channel(
         deadline: the end of all attempts to connect.
         scope: distinguishes the channels of a job; equal on all ranks.
         label: names the channel in error messages.
-        recorded_with: the channel whose timeline this one shares, and this one's label there.
+        recorded_with: the channel whose timeline the new channel shares, and the label of the new channel there.
         tuned: whether the configuration's autotuning applies to this channel.
         device_libraries: for CUDA tensors, the same for all channels of a process; None stages them.
     """

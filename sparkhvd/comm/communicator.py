@@ -298,7 +298,7 @@ class Communicator:
         return True
 
     def abort(self, why: str) -> None:
-        """End every pending and future operation, here and on all peers, with a ``PeerLostError`` that says ``why``."""
+        """End all pending and future operations, here and on all peers, with a ``PeerLostError`` for this reason."""
         with translated():
             for channel in list(self._channels.values()):
                 channel.engine.abort(why)
@@ -306,7 +306,7 @@ class Communicator:
     def close(self, timeout: float = _CLOSE_SECONDS) -> None:
         """Leave the job; peers that still need this rank get ``PeerLostError``. Closing twice is fine.
 
-        Its process sets are no longer registered, so another communicator can add them.
+        The communicator's process sets are no longer registered afterwards, so another communicator can add them.
 
         Args:
             timeout: seconds to wait for the engine to end.

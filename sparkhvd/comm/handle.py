@@ -35,7 +35,7 @@ class PendingOperation(Protocol):
         ...
 
     def completed_on_device(self) -> bool:
-        """Return whether a CUDA device has completed it; call it after ``wait()``. Raise ``CoreError`` on failure."""
+        """Return whether a CUDA device has completed it; call this after ``wait()``. Raise ``CoreError`` on failure."""
         ...
 
 

@@ -87,7 +87,7 @@ def count_devices(management: ctypes.CDLL) -> int:
 
 @dataclass(slots=True)
 class Suggestion:
-    """A suggestion logged once, at the first CUDA tensor: how to let NCCL move CUDA tensors.
+    """The suggestion to let NCCL move CUDA tensors, logged once, at the first CUDA tensor.
 
     Attributes:
         is_due: whether the suggestion is still to be logged here.

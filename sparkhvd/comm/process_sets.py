@@ -38,12 +38,12 @@ class RegisteredSet:
     Attributes:
         number: its id.
         ranks: the ranks, ascending.
-        me: this process's rank in the job.
+        own_rank: this process's rank in the job.
     """
 
     number: int
     ranks: tuple[int, ...]
-    me: int
+    own_rank: int
 
 
 class ProcessSet:
@@ -59,14 +59,15 @@ class ProcessSet:
 
     def __init__(self, ranks: Iterable[int] | MpiCommunicator) -> None:
         self._communicator: MpiCommunicator | None = None
-        self._given: tuple[int, ...] = ()
+        self._requested_ranks: tuple[int, ...] = ()
         if isinstance(ranks, MpiCommunicator):
             self._communicator = ranks
         else:
-            self._given = tuple(sorted(int(rank) for rank in ranks))
-            if not self._given or len(set(self._given)) < len(self._given):
+            self._requested_ranks = tuple(sorted(int(rank) for rank in ranks))
+            if not self._requested_ranks or len(set(self._requested_ranks)) < len(self._requested_ranks):
                 raise ConfigError(
-                    f"ProcessSet({list(self._given)}) is invalid: it needs at least one rank and no duplicates."
+                    f"ProcessSet({list(self._requested_ranks)}) is invalid: it needs at least one rank and no "
+                    "duplicates."
                 )
         self._registration: RegisteredSet | None = None
 
@@ -78,12 +79,12 @@ class ProcessSet:
     @property
     def ranks(self) -> list[int]:
         """Return the set's ranks in the job, ascending. With a communicator, they are known after the registration."""
-        return list(self._given if self._registration is None else self._registration.ranks)
+        return list(self._requested_ranks if self._registration is None else self._registration.ranks)
 
     @property
     def given_ranks(self) -> tuple[int, ...] | None:
         """Return the ranks with which the set was made, ascending; None if an MPI communicator provides them."""
-        return self._given if self._communicator is None else None
+        return self._requested_ranks if self._communicator is None else None
 
     def size(self) -> int:
         """Return the number of ranks in the set."""
@@ -92,7 +93,7 @@ class ProcessSet:
     def included(self) -> bool:
         """Return whether this process is in the set."""
         registration = self._registered()
-        return registration.me in registration.ranks
+        return registration.own_rank in registration.ranks
 
     def rank(self) -> int:
         """Return this process's number in the set.
@@ -101,19 +102,19 @@ class ProcessSet:
             ConfigError: this process is not in the set.
         """
         registration = self._registered()
-        if registration.me not in registration.ranks:
-            raise ConfigError(f"Rank {registration.me} is not in {self}; check included() first.")
-        return registration.ranks.index(registration.me)
+        if registration.own_rank not in registration.ranks:
+            raise ConfigError(f"Rank {registration.own_rank} is not in {self}; check included() first.")
+        return registration.ranks.index(registration.own_rank)
 
     def register(self, registration: RegisteredSet | None) -> None:
         """Make the set usable, or with None unusable; only the communicator calls this."""
         self._registration = registration
 
-    def proposal(self, me: int) -> Proposal:
-        """Return the proposal of rank ``me``; collective among the members of an MPI communicator."""
+    def proposal(self, own_rank: int) -> Proposal:
+        """Return the proposal of rank ``own_rank``; collective among the members of an MPI communicator."""
         if self._communicator is None:
-            return Proposal(self._given)
-        return Proposal(tuple(sorted(self._communicator.allgather(me))) if self._communicator else (), split=True)
+            return Proposal(self._requested_ranks)
+        return Proposal(tuple(sorted(self._communicator.allgather(own_rank))) if self._communicator else (), split=True)
 
     def _registered(self) -> RegisteredSet:
         if self._registration is None:
@@ -127,7 +128,7 @@ class ProcessSet:
 
 
 def exchanges_with(process_set: ProcessSet | None) -> bool:
-    """Return whether this process exchanges gradients in the set; outside a registered set they stay local."""
+    """Return whether this process exchanges gradients in the set: False only if the set is registered without it."""
     return process_set is None or process_set.process_set_id is None or process_set.included()
 
 

@@ -67,7 +67,8 @@ class _Session:
     forked: bool = False  # this process is a child of the one that was initialized
 
 
-_LOOKUP_SECONDS = 0.5  # for a key in the rendezvous, which answers only once the key is set
+# The time limit of a lookup in the rendezvous, which answers only once the key is set.
+_LOOKUP_SECONDS = 0.5
 
 _session = _Session()
 
@@ -118,10 +119,10 @@ def init(
     The launcher provides their addresses. Without a launcher, the ranks are the processes that mpirun started
     (this needs mpi4py); without either, this process is a job of one rank.
 
-    Collective: every rank must call it. Another call without ``shutdown()`` connects nothing: it accepts only process
-    sets that already exist, and registers the objects that are passed for them. After ``shutdown()`` the ranks connect
-    again. If it fails on a rank, that rank may call it again. It then connects with the ranks that are still waiting
-    and with ranks that call it later.
+    This function is collective: every rank must call it. Another call without ``shutdown()`` connects nothing. It
+    accepts only process sets that already exist, and registers the objects that are passed for them. After
+    ``shutdown()``, a call connects the ranks again. If a call fails on a rank, that rank may call again. The new call
+    connects the rank with the ranks that are still waiting and with ranks that call later.
 
     Args:
         comm: makes some ranks a separate job: a list of ranks of the launcher's job or of MPI's world, which
@@ -185,7 +186,7 @@ def _join_generation(
     comm: Sequence[int] | MPI.Intracomm | None,
     sets: Sequence[ProcessSet],
 ) -> Communicator:
-    """Connect this worker in the next generation of its elastic job that all members reach."""
+    """Connect this worker to the next generation of its elastic job whose members can all connect."""
     if comm is not None:
         raise ConfigError("hvd.init(comm=...) cannot select ranks of an elastic job, whose ranks change. Leave it out.")
     if _session.membership is None:
@@ -246,38 +247,36 @@ def _connect_with_retries(
     sets: Sequence[ProcessSet],
 ) -> tuple[Communicator, RendezvousServer | None]:
     """Connect these ranks; skip an attempt that failed before this rank arrived."""
-    whole = _effective_context() or LaunchContext()
-    require_addable(sets, _size_of_job(comm, ranks, whole))
-    index = whole.world.rank if ranks is None else (*ranks, whole.world.rank).index(whole.world.rank)
-    deadline = Deadline.after(whole.config.start_timeout)
+    job = _effective_context() or LaunchContext()
+    require_addable(sets, _size_of_job(comm, ranks, job))
+    index = job.world.rank if ranks is None else (*ranks, job.world.rank).index(job.world.rank)
+    deadline = Deadline.after(job.config.start_timeout)
     while True:
         # MPI's ranks use a new rendezvous server each time.
         number = 1 if _session.from_mpi else _session.inits[ranks or ()] + 1
         scope, following = ("-".join(["init", str(n), *map(str, ranks or ())]) for n in (number, number + 1))
         try:
             if number > 1:
-                _publish(whole, f"{scope}/begun")
+                _publish(job, f"{scope}/begun")
             connected = _connect_once(comm, ranks, scope, sets)
         except BaseException as error:
             # The other ranks are still waiting for a rank that failed before it published its address.
-            if _session.from_mpi or not _is_known(whole, f"{scope}/address/{index}", f"{scope}/connect-failure"):
+            if _session.from_mpi or not _is_known(job, f"{scope}/address/{index}", f"{scope}/connect-failure"):
                 raise
             _session.inits[ranks or ()] = number
-            if not _can_retry(error) or deadline.expired() or not _is_known(whole, f"{following}/begun"):
+            if not _can_retry(error) or deadline.expired() or not _is_known(job, f"{following}/begun"):
                 raise
         else:
             _session.inits[ranks or ()] = number
             return connected
 
 
-def _size_of_job(
-    comm: Sequence[int] | MPI.Intracomm | None, ranks: tuple[int, ...] | None, whole: LaunchContext
-) -> int:
+def _size_of_job(comm: Sequence[int] | MPI.Intracomm | None, ranks: tuple[int, ...] | None, job: LaunchContext) -> int:
     """Return the number of ranks that ``init()`` connects."""
     if ranks is not None:
         return len(ranks)
     if not _session.from_mpi:
-        return whole.world.size
+        return job.world.size
     return (mpi.world_communicator() if comm is None or isinstance(comm, Sequence) else comm).Get_size()
 
 
@@ -350,14 +349,14 @@ def _join_job(
     comm: Sequence[int] | MPI.Intracomm | None, ranks: tuple[int, ...] | None, scope: str
 ) -> tuple[LaunchContext, RendezvousServer | None]:
     """Return this process's launch context, and the rendezvous server that it owns, if any."""
-    whole = _effective_context() or LaunchContext(config=_own_config())
+    job = _effective_context() or LaunchContext(config=_own_config())
     if not _session.from_mpi:
         if _session.context is None:
             warn_if_horovod_rank()
-        return (whole if ranks is None else subset(whole, ranks, scope)), None
+        return (job if ranks is None else subset(job, ranks, scope)), None
     if comm is None:
         comm = mpi.world_communicator()
-    return mpi.agree_on_rendezvous(mpi.of_ranks(comm) if isinstance(comm, Sequence) else comm, whole.config)
+    return mpi.agree_on_rendezvous(mpi.of_ranks(comm) if isinstance(comm, Sequence) else comm, job.config)
 
 
 def _own_config() -> Config:

@@ -27,16 +27,16 @@ def subset(context: LaunchContext, ranks: Sequence[int], scope: str) -> LaunchCo
         DeadlineExceededError: not all members called it in time.
     """
     require_member(context.world.rank, context.world.size, ranks)
-    mine = list(ranks).index(context.world.rank)
+    own_index = list(ranks).index(context.world.rank)
     if len(ranks) == 1:
         return dataclasses.replace(context, world=World(), rendezvous=())
     deadline = Deadline.after(context.config.start_timeout)
     with RendezvousClient(context.rendezvous, context.token, deadline, encrypt=context.config.encrypt) as store:
         prefix = f"{scope}/host/"
-        store.set(f"{prefix}{mine}", context.host_key.encode(), deadline)
+        store.set(f"{prefix}{own_index}", context.host_key.encode(), deadline)
         try:
             with warning_of_stragglers(store, context, prefix, ranks, INIT):
                 hosts = [host.decode() for host in store.get_all(prefix, range(len(ranks)), deadline)]
         except DeadlineExceededError as error:
             raise straggler_error(store, context, prefix, ranks, INIT) or error from None
-    return dataclasses.replace(context, world=layout(hosts)[mine], members=tuple(ranks))
+    return dataclasses.replace(context, world=layout(hosts)[own_index], members=tuple(ranks))

@@ -29,7 +29,7 @@ class Client:
             self._frames.send(encode(message), deadline)
 
     def ask(self, message: Message, deadline: Deadline) -> Message:
-        """Send a message and return the response. Other threads can send meanwhile, but not ask."""
+        """Send a message and return the response. Meanwhile, other threads can call ``send``; ``ask`` blocks them."""
         with self._asking:
             self.send(message, deadline)
             return decode(self._frames.receive(deadline))
@@ -52,7 +52,8 @@ def connect(
     """Return a connection to one of ``addresses`` whose server knows ``secret``.
 
     Args:
-        addresses: the preferred address first. A later one is tried as well if the earlier ones do not answer at once.
+        addresses: the addresses, the preferred one first. If earlier addresses do not answer at once, later ones are
+            tried as well.
         secret: the shared secret.
         deadline: the end of all attempts.
         encrypt: whether to refuse a server that does not encrypt.
@@ -61,15 +62,15 @@ def connect(
         DeadlineExceededError: no server answered; the message contains the error of each address.
         ConfigError: a server encrypts, but this host cannot.
     """
-    possible = [(host, port) for host, port in addresses if 0 < port <= _LARGEST_PORT]
-    attempts = [f"{with_port(*one)}: the port is out of range" for one in addresses if one not in possible]
-    if possible:
+    valid = [(host, port) for host, port in addresses if 0 < port <= _LARGEST_PORT]
+    problems = [f"{with_port(*address)}: the port is out of range" for address in addresses if address not in valid]
+    if valid:
         try:
             with translated():
-                core = _core.FrameConnection.connect(possible, secret, deadline.remaining(), encrypt)
+                core = _core.FrameConnection.connect(valid, secret, deadline.remaining(), encrypt)
             return Client(FrameSocket(core))
         except ConfigError:
             raise
         except OSError as error:
-            attempts.append((error.strerror or str(error)).removesuffix("."))
-    raise DeadlineExceededError(f"No server answered; tried {'; '.join(attempts) or 'no address'}.")
+            problems.append((error.strerror or str(error)).removesuffix("."))
+    raise DeadlineExceededError(f"No server answered; tried {'; '.join(problems) or 'no address'}.")

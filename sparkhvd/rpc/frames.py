@@ -45,7 +45,7 @@ class FrameSocket:
         """Let the kernel break the connection when sent data stays unacknowledged for ``seconds``.
 
         The kernel sends no keep-alive probes while data is unacknowledged. Use it for small messages only: a peer that
-        reads too slowly for long would also break it.
+        reads large messages too slowly would also break the connection.
         """
         with translated():
             self._core.set_ack_timeout(seconds)

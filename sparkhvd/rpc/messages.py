@@ -22,7 +22,7 @@ class Started:
 
 @dataclass(frozen=True)
 class TaskStatus:
-    """Task to driver: its identity and progress. The connection lasts as long as this attempt of the task.
+    """Task to driver: the task's identity and progress. The connection lasts as long as this attempt of the task.
 
     Attributes:
         task_index: its index.
@@ -55,7 +55,7 @@ class Introductions:
 
 @dataclass(frozen=True)
 class ExchangeUnavailable:
-    """The answer to ``ExchangeIntroductions`` when not all tasks reach the driver: they exchange through Spark."""
+    """The answer to ``ExchangeIntroductions`` if not all tasks reach the driver; they then exchange through Spark."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from sparkhvd.errors import LaunchError
 
 
 def encryption_problem(host: str) -> str:
-    """Return why the host ``host``, this one, cannot encrypt a job's traffic; empty when it can."""
+    """Return why this host, named ``host``, cannot encrypt a job's traffic; empty if it can."""
     try:
         _core.check_encryption()
     except _core.CoreError as error:
@@ -19,7 +19,7 @@ def require_encryption(host: str) -> None:
     """Check that this host can encrypt, before it sends anything.
 
     Raises:
-        LaunchError: the host ``host``, this one, cannot encrypt.
+        LaunchError: this host, named ``host``, cannot encrypt.
     """
     if why := encryption_problem(host):
         raise LaunchError(why)

@@ -71,7 +71,7 @@ class TaskRegistration:
         offer: its offer; ``bind_host`` is filled in once the interfaces are known.
         servers: its servers, one per network interface.
         orted: the path of ``orted``; empty if its host has none.
-        problem: why it cannot take part; empty if it can.
+        problem: why the task cannot take part in the job; empty if it can.
     """
 
     attempt: int

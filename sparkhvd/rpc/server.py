@@ -38,7 +38,7 @@ class Handler(Protocol):
 
 
 class Server(Closable):
-    """A server from construction until ``close()``, for holders of ``secret`` only.
+    """Serves holders of ``secret``, from construction until ``close()``.
 
     A connection costs no thread. While a message is handled, the next one of its connection is not read, so a slow
     handler makes its senders wait.
@@ -46,7 +46,7 @@ class Server(Closable):
     Args:
         secret: the shared secret.
         handler: receives every message.
-        host: the local address to bind; no other interface listens.
+        host: the local address to bind; the server listens at no other address.
         port: 0 takes a free one.
         name: prefix of the threads' names.
         encrypt: whether connections are encrypted; clients follow. See ``require_encryption``.
@@ -78,8 +78,8 @@ class Server(Closable):
         self._on_ended = on_ended
         self._handler = handler
         self._name = name
-        self._attending: dict[int, TaskStatus] = {}  # by connection, whose messages only one thread handles at a time
-        self._late: dict[int, Future[Message]] = {}  # replies that were not ready at once, by connection
+        self._statuses: dict[int, TaskStatus] = {}  # by connection; one thread at a time handles its messages
+        self._pending_replies: dict[int, Future[Message]] = {}  # replies that were not ready at once, by connection
         self._last_encoded: tuple[Message, bytes] | None = None  # shared by all threads: it is replaced atomically
         self._lock = threading.Lock()  # guards the two fields below
         self._threads: list[threading.Thread] = []
@@ -147,17 +147,17 @@ class Server(Closable):
 
     def _handle(self, connection: int, message: Message) -> None:
         if isinstance(message, TaskStatus):
-            self._attending[connection] = message
+            self._statuses[connection] = message
         reply = self._handler.handle(message)
         if isinstance(reply, Future):
-            self._late[connection] = reply
+            self._pending_replies[connection] = reply
             reply.add_done_callback(partial(self._send_late, connection))
         elif reply is not None:
             self._core.send(connection, self._encoded(reply))
         # A rank may be silent for hours, but its task may not. A peer that awaits a response sends nothing meanwhile.
-        late = self._late.get(connection)
-        silent = self._on_lost is not None and connection in self._attending and (late is None or late.done())
-        self._core.resume(connection, SILENT_SECONDS if silent else math.inf)
+        pending = self._pending_replies.get(connection)
+        must_report = self._on_lost is not None and connection in self._statuses and (pending is None or pending.done())
+        self._core.resume(connection, SILENT_SECONDS if must_report else math.inf)
 
     def _send_late(self, connection: int, reply: Future[Message]) -> None:
         try:
@@ -176,13 +176,13 @@ class Server(Closable):
     def _end(self, connection: int, error: OSError | ValueError) -> None:
         # A peer may end at any time, so only a reply that is too large is logged as a warning.
         logger.log(logging.WARNING if isinstance(error, ValueError) else logging.DEBUG, "A connection ended: %s", error)
-        self._late.pop(connection, None)
-        attending = self._attending.pop(connection, None)
+        self._pending_replies.pop(connection, None)
+        status = self._statuses.pop(connection, None)
         lost = is_host_unreachable(error) or isinstance(error, DeadlineExceededError)
-        if attending is not None and self._on_lost is not None and lost and isinstance(error, OSError):
-            self._on_lost(attending, error)
-        if attending is not None and self._on_ended is not None:
-            self._on_ended(attending, error)
+        if status is not None and self._on_lost is not None and lost and isinstance(error, OSError):
+            self._on_lost(status, error)
+        if status is not None and self._on_ended is not None:
+            self._on_ended(status, error)
 
     def _warn_out_of_files(self) -> None:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

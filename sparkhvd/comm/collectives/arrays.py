@@ -1,8 +1,8 @@
 """Collectives on numpy arrays: methods of ``Communicator``.
 
 All functions take the keywords ``name``, ``process_set`` and ``with_waiter`` of ``options.SubmitOptions``. Reductions
-also take ``prescale`` and ``postscale`` of ``Reduction``. Each has two forms: ``..._async`` returns a ``Handle``, the
-other its result. Waiting raises
+also take ``prescale`` and ``postscale`` of ``Reduction``. Each collective has two forms: ``..._async`` returns
+a ``Handle``, and the other returns the result. Waiting raises
 
 - ``MismatchError`` on every rank when the ranks disagree,
 - ``PeerLostError`` when a rank has ended,
@@ -88,7 +88,7 @@ def reducescatter_async(
 ) -> Handle[Array]:
     """Combine the arrays of all ranks; each rank gets its rows of the result.
 
-    If the rows do not divide evenly, the first ranks get one more.
+    If the rows cannot be divided evenly, each of the first ranks gets one row more.
 
     Args:
         me: the communicator.

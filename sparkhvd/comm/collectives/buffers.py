@@ -72,8 +72,8 @@ def buffer_of(array: Array, what: str) -> Buffer:
     """Return the memory of a C-contiguous array, without a copy.
 
     Raises:
-        ConfigError: the core does not support the element type or its byte order, or the array is not contiguous.
-            ``what`` names it.
+        ConfigError: the core does not support the element type or its byte order, or the array is not contiguous. The
+            message names the array ``what``.
     """
     if array.dtype.name not in DTYPES:
         raise ConfigError(f"{what} has dtype {array.dtype}; collectives take {', '.join(sorted(DTYPES))}.")
@@ -85,9 +85,9 @@ def buffer_of(array: Array, what: str) -> Buffer:
 
 
 def as_bytes(array: Array) -> Array:
-    """Return the bytes of a C-contiguous array if collectives do not support its dtype, to move it without computing.
+    """Return a C-contiguous array, as bytes if collectives do not support its dtype: for moves without arithmetic.
 
-    ``from_bytes`` returns the array. Arrays of objects have no such bytes and are returned unchanged.
+    ``from_bytes`` reverses this. Arrays of objects have no bytes to send and are returned unchanged.
     """
     if array.dtype.name in DTYPES or array.dtype.hasobject:
         return array

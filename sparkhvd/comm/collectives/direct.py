@@ -26,9 +26,9 @@ def allreduce_now(
     """Combine the arrays of all ranks, like ``allreduce`` but without names and negotiation: the fastest call.
 
     The first call of a rank is matched with the first calls of the others, its second with their second, and so on. So
-    every rank must make the same calls in the same order, one at a time. If the ranks do not all share memory, it is
-    an ``allreduce`` under a fixed name. It and the other collectives of this communicator never wait for each other.
-    It is not part of the timeline.
+    every rank must make the same calls in the same order, one at a time. If the ranks do not all share memory,
+    this function calls ``allreduce`` with a fixed name. This call and the other collectives of the communicator never
+    wait for each other. The timeline does not record it.
 
     Args:
         me: the communicator.

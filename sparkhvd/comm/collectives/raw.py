@@ -138,7 +138,7 @@ def reducescatter_buffers(
 
 def gather_buffer(me: HasChannels, source: Buffer, options: SubmitOptions = _ANY) -> Handle[Gathered]:
     """Start an allgather of ``source`` along its first dimension, which may differ between the ranks."""
-    _require_rows(source, "An allgather", "join")
+    _require_rows(source, "An allgather", "concatenate")
     channel = me.channel(options.process_set)
     name = channel.named("allgather", options.name)
     with translated():
@@ -151,7 +151,7 @@ def gather_buffer(me: HasChannels, source: Buffer, options: SubmitOptions = _ANY
 def gather_buffers(me: HasChannels, sources: Sequence[Buffer], options: SubmitOptions = _ANY) -> Handle[list[Gathered]]:
     """Start an allgather of every source; all run together, or none if the ranks disagree."""
     for source in sources:
-        _require_rows(source, "An allgather", "join")
+        _require_rows(source, "An allgather", "concatenate")
     channel = me.channel(options.process_set)
     name = channel.named("grouped_allgather", options.name)
     with translated():
@@ -243,11 +243,13 @@ def join_async(
 ) -> Handle[int]:
     """Start waiting for all ranks to join; the result is the last rank that joined.
 
-    Until then this rank takes part in the other ranks' collectives: it contributes zeros (the neutral element of a
-    minimum, maximum or product) to their allreduces and reducescatters, no rows to their allgathers, and takes part in
-    their barriers and in broadcasts whose root has not joined. An average divides by the number of all ranks.
+    Until then, this rank takes part in the other ranks' collectives. It contributes zeros to their allreduces and
+    reducescatters (or the neutral element of a minimum, maximum or product) and no rows to their allgathers. It also
+    takes part in their barriers and in broadcasts whose root has not joined. An average divides by the number of all
+    ranks.
+
     Other collectives fail with ``ConfigError`` on the ranks that call them. On devices, reducescatter and broadcast
-    fail too. ``device``, as in ``Buffer``, is the device with which it takes part in collectives on devices.
+    fail too. This rank takes part in collectives on devices with ``device``, as in ``Buffer``.
     """
     channel = me.channel(process_set)
     with translated():

@@ -74,7 +74,7 @@ class CommitFolder:
         newest = max((path for path in self.store.list(self.folder) if path < end), default="")
         if newest < known:
             raise StoreError(
-                f"{self._url(known)}, the last commit of this job, is not there, so the training cannot continue. All "
+                f"{self._url(known)}, the last commit of this job, is missing, so the training cannot continue. All "
                 "hosts must reach the same files under the URL of the Store."
             )
         return newest
@@ -92,7 +92,7 @@ class CommitFolder:
         return state
 
     def delete_before(self, path: str) -> None:
-        """Delete the commits that are older than this one and its predecessor; newer ones belong to other ranks."""
+        """Delete the commits older than this one and its predecessor; newer ones belong to later generations."""
         with suppress(StoreError):  # the next commit tries again
             older = sorted(other for other in self.store.list(self.folder) if other <= path)
             for other in older[:-_KEPT]:
@@ -170,7 +170,7 @@ class CommitPublisher:
         return path
 
     def _conclude(self, generation: int, report: Callable[[str], None]) -> None:
-        """Report the commit that was written last, or log why that failed, after waiting for its end."""
+        """Wait for the commit that is being written, then report it, or log why it could not be written."""
         write, self._write = self._write, None
         if write is None:
             return

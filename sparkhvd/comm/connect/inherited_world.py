@@ -42,7 +42,7 @@ class InheritedWorld:
 def memory_file(content: bytes) -> Iterator[str]:
     """Provide, within this block, the path under which processes of the same user on this host find ``content``.
 
-    Use it for secrets of child processes, because an environment is inherited and can be read while they live.
+    Use it to pass secrets to child processes. An environment variable would be inherited and readable while they live.
     """
     descriptor = os.memfd_create("sparkhvd-launch-context")
     try:
@@ -55,7 +55,8 @@ def memory_file(content: bytes) -> Iterator[str]:
 def context_file(context: LaunchContext, commits: CommitFolder | None = None) -> AbstractContextManager[str]:
     """Provide, within this block, the path under which child processes find ``context`` and ``commits``.
 
-    They also find the settings in this process's environment, to detect which settings a program changes later.
+    They also find the settings in this process's environment, so that they can detect which settings a program changes
+    later.
     """
     return memory_file(to_json(InheritedWorld(context, setting_variables(), commits)))
 

@@ -30,7 +30,7 @@ class LaunchContext:
     Attributes:
         world: the rank's position.
         rendezvous: addresses of the job's rendezvous server, tried in order; empty for one rank.
-        token: the job's secret.
+        token: the secret that the ranks share.
         host_key: equal for ranks that may share memory.
         bind_host: the local address at which peers can reach this rank best; unless it is a loopback, the rank also
             offers the host's other addresses.

@@ -22,7 +22,7 @@ class LossWatch(Closable):
     Args:
         client: a connection to the membership server; the watch closes it.
         key: where the driver reports the first loss of the generation.
-        abort: called once with the report, from the thread; must only concern this generation.
+        abort: called once with the report, from the thread; must affect only this generation.
     """
 
     def __init__(self, client: RendezvousClient, key: str, abort: Callable[[str], None]) -> None:

@@ -5,12 +5,13 @@ The driver serves the membership server, a key-value store whose keys are set on
 - ``worker/<worker>/report/<n>``: the n-th report of a worker;
 - ``worker/<worker>/assignment/<generation>``: the worker's rank in the generation after ``<generation>``;
 - ``generation/<generation>/notice``: set when the members of a generation should leave it at their next commit;
-- ``generation/<generation>/loss``: set when a generation has lost a member, to the reason: its collectives cannot end.
+- ``generation/<generation>/loss``: set to the reason when a generation has lost a member; its collectives cannot end.
 
-The driver deletes the keys of a worker when it assigns the next rank, because the worker waits for it. It deletes the
-keys of a generation when it forms the next one, because all members have left by then.
+The driver deletes the keys of a worker when it assigns the worker's next rank: the worker is waiting for the rank then,
+so all its reports have arrived. The driver deletes the keys of a generation when it forms the next generation, because
+all members have left the earlier one by then.
 
-Each generation has a rendezvous of its own, with a secret that is derived from the job's.
+Each generation has a rendezvous of its own, with a secret that is derived from the job's secret.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from sparkhvd.world import World
 
 # A worker may wait for weeks for a slot. The end of the driver ends the wait.
 _WAIT_SECONDS = 400 * 86400.0
-# For one request to the membership server, which answers at once unless its host is overloaded.
+# The time limit of a request to the membership server, which answers at once unless its host is overloaded.
 _REPORT_SECONDS = 30.0
 
 WAITING = "waiting"

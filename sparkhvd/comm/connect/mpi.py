@@ -1,6 +1,7 @@
 """Ranks that MPI has started or grouped: MPI numbers them, and the core connects them through its own links.
 
-MPI is not used after ``agree_on_rendezvous()`` has returned, so a program may use mpi4py freely.
+After ``agree_on_rendezvous()`` has returned, only process sets of mpi4py communicators use MPI when they are added. So
+a program may use mpi4py freely.
 """
 
 from __future__ import annotations

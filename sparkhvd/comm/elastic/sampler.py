@@ -57,9 +57,10 @@ class ElasticSampler:
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch, in which no sample is processed yet. Call it at the *end* of an epoch, with the next one.
+        """Begin an epoch, in which no sample is processed yet.
 
-        A call at the beginning of the training function would forget the processed samples after a reset.
+        Call this method at the *end* of an epoch, with the number of the next one. A call at the beginning of
+        the training function would forget the processed samples after a reset.
         """
         self.epoch, self.processed_num = epoch, 0
         self.reset()

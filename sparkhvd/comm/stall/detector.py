@@ -97,7 +97,7 @@ class StallDetector:
         self._operations, self._changed = 0, time.monotonic()
         self._stopping = threading.Event()
         self._is_posted(0, 0.0)  # opens the connection for questions
-        self._rendezvous.set(self._key("who", self._world.rank), encode(own_identity()), self._store_deadline())
+        self._rendezvous.set(self._key("identity", self._world.rank), encode(own_identity()), self._store_deadline())
         self._thread = threading.Thread(target=self._run, name="sparkhvd-stall-detector")
         self._thread.start()
 
@@ -205,7 +205,7 @@ class StallDetector:
         return report(conditions, self._identities(everyone), dict(self._sets), since=self._patience / 2)
 
     def _identities(self, ranks: range) -> dict[int, ProcessIdentity]:
-        posted = self._rendezvous.get_present(self._prefix("who"), ranks)
+        posted = self._rendezvous.get_present(self._prefix("identity"), ranks)
         return {rank: decode_identity(identity) for rank, identity in posted.items()}
 
     def _end_job(self) -> None:
@@ -228,7 +228,7 @@ class StallDetector:
             publish_straggler(self._rendezvous, straggler)
 
     def _prefix(self, what: str) -> str:
-        return f"{self._scope}/doctor/{what}/"
+        return f"{self._scope}/stall/{what}/"
 
     def _key(self, what: str, number: int) -> str:
         return f"{self._prefix(what)}{number}"

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from sparkhvd._util.counts import counted
 from sparkhvd.comm.stall.snapshot import Condition, PendingCollective, ProcessIdentity
 
-_MOST_TENSORS = 10
-_MOST_RANKS = 16
+_MAX_TENSORS = 10
+_MAX_RANKS = 16
 _JOIN = "join 'join()'"  # the title of every join, whose name the core reserves
 
 
@@ -72,14 +72,14 @@ class StallReport:
 
     def __str__(self) -> str:
         lines = [f"Stalled: {self.headline()}."]
-        shown = self.tensors[:_MOST_TENSORS]
+        shown = self.tensors[:_MAX_TENSORS]
         lines += [f"  {tensor.title}: {tensor.age:.0f} s; {_missing_ranks_text(tensor)}" for tensor in shown]
-        if len(self.tensors) > _MOST_TENSORS:
-            lines.append(f"  and {len(self.tensors) - _MOST_TENSORS} more")
-        for rank in self.missing[:_MOST_RANKS] or tuple(self.conditions)[:_MOST_RANKS]:
+        if len(self.tensors) > _MAX_TENSORS:
+            lines.append(f"  and {len(self.tensors) - _MAX_TENSORS} more")
+        for rank in self.missing[:_MAX_RANKS] or tuple(self.conditions)[:_MAX_RANKS]:
             lines += self._lines_about(rank)
-        if len(self.missing) > _MOST_RANKS:
-            lines.append(f"  and {counted(len(self.missing) - _MOST_RANKS, 'more rank')}")
+        if len(self.missing) > _MAX_RANKS:
+            lines.append(f"  and {counted(len(self.missing) - _MAX_RANKS, 'more rank')}")
         return "\n".join(lines)
 
     def _lines_about(self, rank: int) -> list[str]:
@@ -88,7 +88,7 @@ class StallReport:
         if rank in self.silent:
             return [f"{name} does not answer: {self.silent[rank]}"]
         condition = self.conditions[rank]
-        pending = ", ".join(map(str, condition.pending[:_MOST_TENSORS])) or "nothing"
+        pending = ", ".join(map(str, condition.pending[:_MAX_TENSORS])) or "nothing"
         facts = [
             f"waits for {pending}",
             f"it has completed {condition.operations} collectives, none for {condition.idle:.0f} s",
@@ -178,11 +178,11 @@ def _missing_ranks_text(tensor: StalledTensor) -> str:
         return "all ranks have submitted it, but its data does not arrive"
     text = f"{' and '.join(parts)}, while {_ranks(tensor.waiting)} waited"
     if tensor.joined:
-        verb = "has" if len(tensor.joined) == 1 else "have"
-        text += f"; {_ranks(tensor.joined)} {verb} joined other ranks, which does not count in this set of ranks"
+        verb = "waits" if len(tensor.joined) == 1 else "wait"
+        text += f"; {_ranks(tensor.joined)} {verb} in join() of another process set, which has no effect on this one"
     return text
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:
-    shown = ", ".join(map(str, ranks[:_MOST_RANKS])) + (", ..." if len(ranks) > _MOST_RANKS else "")
+    shown = ", ".join(map(str, ranks[:_MAX_RANKS])) + (", ..." if len(ranks) > _MAX_RANKS else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from sparkhvd.errors import CollectiveError
 
-_DEEPEST_FRAMES = 15
-_MOST_THREADS = 20
+_MAX_FRAMES = 15
+_MAX_THREADS = 20
 _STATE_TEXTS = {"T": "is stopped by a signal", "t": "is stopped by a debugger", "Z": "has ended", "X": "has ended"}
 
 
@@ -26,7 +26,7 @@ class ProcessIdentity:
     Attributes:
         host: name of the host.
         pid: the process id within ``namespace``.
-        namespace: the namespace of process ids; in another namespace the pid means nothing.
+        namespace: the namespace of process ids; the pid is valid only in it.
         started: start time in the kernel's ticks, because pids are reused.
     """
 
@@ -99,18 +99,18 @@ def stacks(without: threading.Thread | None = None) -> dict[str, str]:
     main = threading.main_thread()
     threads = sorted(threading.enumerate(), key=lambda thread: thread is not main)
     stack_of: dict[str, str] = {}
-    for thread in threads[:_MOST_THREADS]:
+    for thread in threads[:_MAX_THREADS]:
         frame = frames.get(thread.ident or 0)
         if frame is None or thread is without:
             continue
-        summary = traceback.StackSummary.extract(traceback.walk_stack(frame), limit=_DEEPEST_FRAMES)
+        summary = traceback.StackSummary.extract(traceback.walk_stack(frame), limit=_MAX_FRAMES)
         summary.reverse()
         stack_of[thread.name] = "".join(summary.format())
     return stack_of
 
 
 def encode(value: ProcessIdentity | Condition) -> bytes:
-    """Encode for the rendezvous, as JSON: no rank unpickles what another one publishes here."""
+    """Return the value as JSON for the rendezvous, so that no rank unpickles content that another rank published."""
     return json.dumps(asdict(value)).encode()
 
 

@@ -18,7 +18,7 @@ from sparkhvd.errors import DeadlineExceededError, SparkHvdError
 _log = logging.getLogger(__name__)
 
 INIT = "init()"
-_KEY = "absent"
+_KEY = "straggler"
 _STORE_SECONDS = 10.0
 # The rendezvous answers a lookup only once the key is set, so this limits the wait for a key that no rank sets.
 _LOOKUP_SECONDS = 1.0
@@ -60,7 +60,7 @@ def published_straggler(rendezvous: RendezvousClient) -> Straggler | None:
 def warning_of_stragglers(
     rendezvous: RendezvousClient | None, context: LaunchContext, prefix: str, ranks: Sequence[int], what: str
 ) -> Iterator[None]:
-    """Log missing ranks within this block, after ``stall_check_seconds`` and again after pauses that double.
+    """Within this block, log missing ranks after ``stall_check_seconds``, and again after pauses that double.
 
     Args:
         rendezvous: where each rank sets its key when it arrives; None if no other rank takes part.

@@ -225,7 +225,7 @@ def test_a_stall_in_a_process_set_is_reported_only_for_its_ranks(group, tmp_path
     assert "not submitted by rank 0, while rank 2 waited" in str(stall)
     assert "joined" not in str(stall)
     assert "in wait_for" in stall.conditions[0].stacks["MainThread"]
-    why = "rank 0, while rank 2 waited; rank 0 has joined other ranks, which does not count in this set of ranks"
+    why = "rank 0, while rank 2 waited; rank 0 waits in join() of another process set, which has no effect on this one"
     assert why in str(while_joined)
 
 
@@ -354,9 +354,9 @@ def test_a_report_costs_a_rank_a_constant_number_of_requests(size, monkeypatch):
         RendezvousClient([("127.0.0.1", server.port)], b"secret", Deadline.after(SECONDS)) as client,
     ):
         for rank in range(1, size):
-            server.set(f"job/doctor/who/{rank}", encode(own_identity()))
+            server.set(f"job/stall/identity/{rank}", encode(own_identity()))
             if rank != size // 2:
-                server.set(f"job/doctor/answer/0/{rank}", encode(Condition()))
+                server.set(f"job/stall/answer/0/{rank}", encode(Condition()))
         watching = StallDetector({0: WaitingChannel(WaitingEngine())}, {0: tuple(range(size))}, client, context, "job")
         try:
             wait_for_condition(lambda: watching.last_report is not None)
@@ -396,8 +396,8 @@ def test_a_rank_that_has_joined_the_stalled_set_of_ranks_is_not_missing():
     }
     stall = report(conditions, {}, {0: (0, 1, 2, 3), 1: (1, 3)}, since=30.0)
     assert stall.headline() == (
-        "allreduce 'a' not done after 70 s: not submitted by ranks 2, 3, while rank 0 waited; rank 3 has joined other "
-        "ranks, which does not count in this set of ranks"
+        "allreduce 'a' not done after 70 s: not submitted by ranks 2, 3, while rank 0 waited; rank 3 waits in join() "
+        "of another process set, which has no effect on this one"
     )
 
 
