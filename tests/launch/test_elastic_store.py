@@ -82,7 +82,7 @@ def test_a_failed_write_is_reported_and_loses_steps_only_if_all_ranks_are_lost(t
 
 
 def test_a_missing_published_commit_ends_the_job_instead_of_restarting_the_training(tmp_path):
-    with pytest.raises(RankFailedError, match=r"commit-00000001-0000000001, the last commit of this job, is not there"):
+    with pytest.raises(RankFailedError, match=r"commit-00000001-0000000001, the last commit of this job, is missing"):
         sparkhvd.run_elastic(
             training.train_without_its_store,
             (str(tmp_path), str(tmp_path / "store" / "elastic")),

@@ -20,7 +20,7 @@ def test_the_newest_commit_is_from_the_latest_generation_before_the_current_one(
     assert folder.newest(11, "") == folder.newest(11, paths[2]) == paths[3]
     assert number_of(paths[3]) == 11
     assert folder.newest(3, paths[2]) == paths[2]
-    with pytest.raises(StoreError, match=r"elastic/job/commit-00000002-0000000010, the last commit .* is not there"):
+    with pytest.raises(StoreError, match=r"elastic/job/commit-00000002-0000000010, the last commit .* is missing"):
         folder.newest(2, paths[2])
 
 
