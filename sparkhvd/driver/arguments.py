@@ -136,10 +136,12 @@ def checked_environment(env: Mapping[str, str | None] | None) -> dict[str, str |
         )
     changes = dict(env or {})
     for name, value in changes.items():
-        if not isinstance(name, str) or not (value is None or isinstance(value, str)):
+        if not isinstance(name, str):
+            raise ConfigError(f"env has the name {name!r} of type {type(name).__name__}. Names must be strings.")
+        if not (value is None or isinstance(value, str)):
             raise ConfigError(
-                "The names and values of env must be strings, or None to remove a variable, got "
-                f"{name!r} with a value of type {type(value).__name__}."
+                f"env[{name!r}] has a value of type {type(value).__name__}. Values must be strings, or None to remove "
+                "the variable."
             )
         if not name or "=" in name or "\0" in name or "\0" in (value or ""):
             raise ConfigError(

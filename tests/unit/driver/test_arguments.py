@@ -36,6 +36,7 @@ class FailingStream:
         ({"launcher": "barrier", "cpus_per_task": 0}, "cpus_per_task must be an integer of at least 1, got 0."),
         ({"env": ["A=1"]}, "env must be a mapping of names to values, like env={'NAME': 'value'}, got the type list."),
         ({"env": {"A": 1}}, "env['A'] has a value of type int"),
+        ({"env": {1: "A"}}, "env has the name 1 of type int"),
         ({"env": {"A=B": "1"}}, "env['A=B'] is not a valid environment variable: a name must not be empty or"),
         ({"env": {"A": "x\0"}}, "env['A'] is not a valid environment variable"),
         ({"env": {"A": "x" * 131_070}}, "env['A'] has 131,072 bytes with its name, more than Linux's limit of 131,071"),
