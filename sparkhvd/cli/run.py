@@ -173,7 +173,7 @@ def _elastic(
 
 
 def _hosts(flags: argparse.Namespace) -> tuple[tuple[Host, ...], SshOptions | SrunOptions]:
-    """Return the hosts to use, and how to reach them; no hosts mean this machine alone."""
+    """Return the hosts to use, and how to reach them; no hosts if only this machine is used."""
     ssh = SshOptions(flags.ssh_port, flags.ssh_identity_file)
     if flags.hostfile is not None:
         try:

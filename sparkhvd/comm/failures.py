@@ -31,7 +31,7 @@ _TYPE_OF: dict[str, type[SparkHvdError]] = {
 
 
 def translate(error: CoreError) -> SparkHvdError:
-    """Return our exception with the message of the core's ``error``; unknown codes become ``CollectiveError``.
+    """Return sparkhvd's exception with the message of the core's ``error``; unknown codes become ``CollectiveError``.
 
     Raise it ``from None``: otherwise a traceback would begin with the core's error.
     """
@@ -41,7 +41,7 @@ def translate(error: CoreError) -> SparkHvdError:
 
 @contextmanager
 def translated() -> Iterator[None]:
-    """Raise the core's errors inside the block as our own types."""
+    """Raise the core's errors inside the block as sparkhvd's own types."""
     try:
         yield
     except CoreError as error:

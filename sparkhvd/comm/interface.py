@@ -1,7 +1,7 @@
 """The interface that all frameworks share: the job and its ranks, process sets, reductions, the timeline.
 
-``sparkhvd.torch``, ``sparkhvd.tensorflow``, ``sparkhvd.keras`` and ``sparkhvd.numpy`` re-export all of it and add their
-own.
+``sparkhvd.torch``, ``sparkhvd.tensorflow``, ``sparkhvd.keras`` and ``sparkhvd.numpy`` re-export all of it and add
+their own functions.
 """
 
 from __future__ import annotations

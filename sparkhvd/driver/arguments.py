@@ -48,7 +48,7 @@ class RunOptions:
 
 
 def check_options(options: RunOptions, launcher: str) -> None:
-    """Reject options that cannot work, and warn of those without effect.
+    """Reject options that cannot work, and warn of options without effect.
 
     Args:
         options: the options to validate.

@@ -62,7 +62,7 @@ def unpickled(contents: Sequence[bytes]) -> list[Any]:
     """Return the results, given their pickles in rank order.
 
     Raises:
-        LaunchError: unpickling one of them fails here.
+        LaunchError: a result cannot be unpickled on the driver.
     """
     results = []
     for rank, content in enumerate(contents):

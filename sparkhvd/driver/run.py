@@ -196,7 +196,7 @@ def launch_request(
     rows: DataFrame | None = None,
     **others: object,  # noqa: ARG001 - arguments that do not decide where the ranks run
 ) -> tuple[str, LaunchRequest]:
-    """Return the launcher for arguments of ``run``, and its request.
+    """Return the name of the launcher for arguments of ``run``, and its request.
 
     Raises:
         ConfigError: an argument has a value that cannot work, or arguments contradict each other.

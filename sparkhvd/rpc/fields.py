@@ -27,7 +27,7 @@ def from_json_fields(kind: type[T], fields: object, where: str = "") -> T:
         where: the name of the value in error messages; by default that of ``kind``.
 
     Raises:
-        MessageError: the field names or types are not those that ``kind`` declares.
+        MessageError: the field names or types differ from the declaration of ``kind``.
     """
     where = where or kind.__name__
     expected = _fields(cast(Hashable, kind))

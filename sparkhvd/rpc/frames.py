@@ -81,7 +81,7 @@ def accept(connection: socket.socket, secret: bytes, deadline: Deadline) -> Fram
 
 @contextmanager
 def translated() -> Iterator[None]:
-    """Raise the core's errors inside the block as our own types."""
+    """Raise the core's errors inside the block as sparkhvd's own types."""
     try:
         yield
     except _core.CoreError as error:

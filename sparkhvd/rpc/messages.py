@@ -28,7 +28,7 @@ class TaskStatus:
         task_index: its index.
         rank: the rank that it supervises; -1 before one is assigned.
         host: the host that it runs on.
-        attempt: Spark's attempt id.
+        attempt: Spark's attempt id; in an elastic job without Spark, the number of the host's process.
         phase: the progress of the rank, one of the phases of ``sparkhvd.task.failure_report``.
     """
 

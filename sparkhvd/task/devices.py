@@ -136,7 +136,7 @@ def selection_variables(visible_devices: Sequence[str], rank_devices: Sequence[s
 def drop_user_variables(
     variables: Sequence[tuple[str, str]], env: Sequence[tuple[str, str | None]]
 ) -> tuple[tuple[str, str], ...]:
-    """Return the variables without those that the user's ``env`` sets or removes."""
+    """Return the variables that the user's ``env`` neither sets nor removes."""
     set_by_user = {name for name, _ in env}
     if VISIBLE in set_by_user:
         set_by_user.add(ORDER)  # the user chose the device numbers

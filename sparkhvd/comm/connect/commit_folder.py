@@ -65,7 +65,7 @@ class CommitFolder:
 
         Args:
             generation: the generation that resumes.
-            known: the newest commit that the driver knows; it may have missed a later one.
+            known: the newest commit that the driver knows; the driver may have missed a later one.
 
         Raises:
             StoreError: the Store lacks that commit.

@@ -62,7 +62,7 @@ def context_file(context: LaunchContext, commits: CommitFolder | None = None) ->
 
 
 def inherited_world() -> InheritedWorld | None:
-    """Return what the rank that started this program has left for it; None for other programs.
+    """Return the data of the rank that started this program; None if no rank did.
 
     Raises:
         LaunchError: the rank has ended.

@@ -50,7 +50,7 @@ class Report:
             training has ended on all ranks, ``PUBLISHED`` when a commit is in the job's Store.
         generation: the worker's latest generation; 0 if it has had none.
         commit: the number of its newest commit; -1 if it has no state of the job.
-        reason: why it has left the generation; empty if the driver asked for it.
+        reason: why the worker has left the generation; empty if the driver asked it to leave.
         path: the path of the published commit.
     """
 
@@ -147,7 +147,7 @@ class Membership:
     Attributes:
         generation: the number of the current or latest generation; 0 before the first.
         commit: the number of the newest commit; -1 while this worker does not have the state of the job.
-        reason: why this worker left the latest generation; empty if the driver asked for it.
+        reason: why this worker left the latest generation; empty if the driver asked it to leave.
         newest_published: the path of the newest commit in the job's Store that the driver knows; empty without one.
     """
 

@@ -21,7 +21,7 @@ class StalledTensor:
         title: such as ``allreduce 'grad/7'``, with the process set unless it has all ranks.
         age: the longest that a rank has waited for it, in seconds.
         waiting: the ranks that have submitted it.
-        missing: the ranks that have answered and not submitted it, without those that have joined its process set.
+        missing: the ranks that have answered but not submitted it, except ranks that have joined its process set.
         silent: the ranks that did not answer.
         joined: the missing ranks that wait in a ``join()`` of another process set.
     """

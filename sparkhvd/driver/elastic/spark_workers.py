@@ -175,7 +175,7 @@ class LeaseBook:
             self._command(lease, StopWorker(worker))
 
     def end(self) -> None:
-        """Make all tasks end, also those that connect later."""
+        """Make all tasks end, including tasks that connect later."""
         with self._lock:
             self._ended = True
             waiting = [lease.waiting for lease in self._leases.values() if lease.waiting is not None]
@@ -366,7 +366,7 @@ class SparkWorkers:
         return [self._book.is_connected(number) for number in range(len(self._leases))]
 
     def _await_ends(self, connected: Sequence[bool], ends: Sequence[Future[None]]) -> None:
-        """Wait for the ends of the leases' Spark jobs; cancel those that wait for a core or do not end."""
+        """Wait for the leases' Spark jobs to end; cancel jobs that wait for a core or do not end in time."""
         end = Deadline.after(_END_SECONDS)
         tags = [tag for tag, _ in self._leases]
         for is_connected, tag, done in sorted(zip(connected, tags, ends, strict=True), key=lambda entry: entry[0]):

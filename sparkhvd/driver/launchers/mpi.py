@@ -69,7 +69,7 @@ _MPIRUN_SECONDS = 3.0
 
 
 class Stage(Protocol):
-    """The tasks of a job; ``BarrierStage`` is one."""
+    """The tasks of a job, such as a ``BarrierStage``."""
 
     @property
     def error(self) -> BaseException | None: ...

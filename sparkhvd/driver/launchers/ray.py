@@ -213,30 +213,30 @@ class RayHandle:
 
     def _await_outcome(self) -> dict[int, bytes | Outcome]:
         """Handle the messages of the actors until each has reported the outcome of its rank."""
-        end = _JobEnd()
+        outcomes = _ReportedOutcomes()
         requests = {actor.messages.remote(): index for index, actor in enumerate(self._actors)}
-        while requests and not end.is_overdue():
+        while requests and not outcomes.is_overdue():
             for ref in _ready(requests):
                 index = requests.pop(ref)
                 try:
                     messages = ray.get(ref)
                 except RayError as error:
-                    return end.after_loss(self._loss(index, error))
+                    return outcomes.after_loss(self._loss(index, error))
                 for message in messages:
-                    self._handle(index, message, end)
-                if index not in end.reported:
+                    self._handle(index, message, outcomes)
+                if index not in outcomes.reported:
                     requests[self._actors[index].messages.remote()] = index
             if self._closing.is_set():
                 raise LaunchError("The job was cancelled.")
-        return end.contents()
+        return outcomes.contents()
 
-    def _handle(self, index: int, message: object, end: _JobEnd) -> None:
+    def _handle(self, index: int, message: object, outcomes: _ReportedOutcomes) -> None:
         if isinstance(message, Output):
             self._stream.handle(message)
         elif isinstance(message, RankPhase):
             self._phases[index] = message.phase
         elif isinstance(message, HostDone | HostLost):
-            end.add(index, message)
+            outcomes.add(index, message)
 
     def _loss(self, index: int, error: RayError) -> FailureReport:
         if self._plan is None:
@@ -246,7 +246,7 @@ class RayHandle:
         return FailureReport(slot.world.rank, slot.offer.host, cause)
 
 
-class _JobEnd:
+class _ReportedOutcomes:
     """The outcomes of the ranks, as their actors report them.
 
     Attributes:

@@ -49,7 +49,7 @@ def _name(number: int) -> str:
 
 
 class DriverService:
-    """A handler for ``sparkhvd.rpc.server.Server``; it passes messages of other kinds to ``stream`` as output.
+    """A handler for ``sparkhvd.rpc.server.Server``; it passes all other messages, such as output, to ``stream``.
 
     Args:
         num_tasks: number of tasks.

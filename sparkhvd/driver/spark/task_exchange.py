@@ -44,7 +44,7 @@ class _Attempt:
         return {index for index, task in self.statuses.items() if task.rank >= 0}
 
     def decide(self, answer: Introductions | ExchangeUnavailable) -> list[Future[Message]]:
-        """Set the answer for all tasks, and return the futures of those that wait for it."""
+        """Set the answer for all tasks, and return the futures of the tasks that wait for it."""
         self.answer = answer
         if self.connection_timer is not None:
             self.connection_timer.cancel()

@@ -88,9 +88,9 @@ def import_graph(names: Collection[str]) -> dict[str, tuple[UserModule, frozense
 
 
 def sent_by_value(imports: Mapping[str, Collection[str]], importable_there: Collection[str]) -> frozenset[str]:
-    """Return the modules to pickle by value: those that executors cannot import, and all modules that import one.
+    """Return the modules to pickle by value: all that executors cannot import, and all that import one of these.
 
-    Imports of imports count, too. Therefore, a module that is pickled by reference never imports a module that is
+    Indirect imports count, too. Therefore, a module that is pickled by reference never imports a module that is
     pickled by value, and no class exists twice on an executor.
 
     Args:

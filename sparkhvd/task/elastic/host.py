@@ -115,7 +115,7 @@ def _connect(job: ElasticHostJob, client_address: str) -> tuple[Client, str]:
 
 
 def _own_address(job: ElasticHostJob, driver: str) -> str:
-    """Return the address of this host that suits the other hosts best."""
+    """Return the address at which the other hosts reach this host best."""
     if job.job.nics:
         return candidates(job.job.nics, job.host, [])[0].address
     address = address_to_bind(job.host, [driver])

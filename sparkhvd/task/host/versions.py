@@ -23,7 +23,7 @@ def packages_of_frameworks() -> dict[str, tuple[str, ...]]:
 
 
 def installed_versions(packages: Iterable[str]) -> dict[str, str]:
-    """Return the versions of those packages that are installed, without importing them."""
+    """Return the versions of the packages, without importing them; leave out packages that are not installed."""
     versions = {name: _installed_version(name) for name in packages}
     return {name: number for name, number in versions.items() if number is not None}
 

@@ -481,7 +481,7 @@ def _has_started_gpu_driver() -> bool:
 
 
 def native_threads() -> frozenset[int]:
-    """Return the ids of this process's threads, except those that a library starts again after a fork."""
+    """Return the ids of this process's threads, except threads that a library restarts after a fork."""
     threads = set()
     for folder in _THREADS.iterdir():
         with contextlib.suppress(OSError):  # it has just ended
