@@ -168,11 +168,11 @@ def _check_hosts(flags: argparse.Namespace) -> None:
     Raises:
         LaunchError: this machine cannot resolve any host that the flags name.
     """
-    scheme, _, rest = str(flags.remote or flags.master or "").partition("://")
+    scheme, _, locations = str(flags.remote or flags.master or "").partition("://")
     if scheme not in {"spark", "sc"}:
         return
     unknown = []
-    for location in rest.partition("/")[0].split(","):
+    for location in locations.partition("/")[0].split(","):
         host = location
         try:
             host = urlsplit(f"//{location}").hostname or ""
@@ -208,13 +208,13 @@ def _in_one_line(error: BaseException) -> str:
 @contextmanager
 def _stderr_to(file: IO[bytes]) -> Iterator[None]:
     """Redirect the stderr of this process, and of children that it starts, to the file within this block."""
-    before = os.dup(2)
+    previous_stderr = os.dup(2)
     os.dup2(file.fileno(), 2)
     try:
         yield
     finally:
-        os.dup2(before, 2)
-        os.close(before)
+        os.dup2(previous_stderr, 2)
+        os.close(previous_stderr)
 
 
 if __name__ == "__main__":

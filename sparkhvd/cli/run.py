@@ -250,8 +250,8 @@ def mpirun_words(
         environment: variables that the ranks get on all hosts; Open MPI forwards its own variables itself.
         root: whether this process runs as root.
     """
-    used = take_slots(hosts, flags.num_proc) if hosts else ()
-    count = sum(host.slots for host in used) or flags.num_proc
+    used_hosts = take_slots(hosts, flags.num_proc) if hosts else ()
+    count = sum(host.slots for host in used_hosts) or flags.num_proc
     ssh = [f"-p {flags.ssh_port}"] if flags.ssh_port is not None else []
     ssh += [f"-i {flags.ssh_identity_file}"] if flags.ssh_identity_file is not None else []
     mpi_arguments = split_arguments("--mpi-args", flags.mpi_args)
@@ -259,12 +259,12 @@ def mpirun_words(
         interface_parameters(",".join(flags.nics), parameters_of(mpi_arguments, environment)) if flags.nics else {}
     )
     names = [name for name in environment if not name.startswith(_OPEN_MPI_PREFIXES)]
-    if addresses := [host.name for host in used if is_ipv6(host.name)]:
+    if addresses := [host.name for host in used_hosts if is_ipv6(host.name)]:
         raise ConfigError(
             f"mpirun takes no IPv6 address for a host, got {addresses[0]}. Give the host a name (/etc/hosts), or leave "
             "out --mpi."
         )
-    host_list = ",".join(host.text for host in used) or f"{socket.gethostname()}:{count}"
+    host_list = ",".join(host.text for host in used_hosts) or f"{socket.gethostname()}:{count}"
     return [
         *(["--allow-run-as-root"] if root else []),
         *(["-np", str(count), "-H", host_list] if count is not None else []),

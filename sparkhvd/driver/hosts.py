@@ -65,13 +65,13 @@ def take_slots(hosts: Sequence[Host], num_proc: int | None) -> tuple[Host, ...]:
     """
     remaining = sum(host.slots for host in hosts) if num_proc is None else num_proc
     check_slots(hosts, "num_proc", remaining)
-    taken = []
+    used_hosts = []
     for host in hosts:
         count = min(host.slots, remaining)
         remaining -= count
         if count:
-            taken.append(Host(host.name, count))
-    return tuple(taken)
+            used_hosts.append(Host(host.name, count))
+    return tuple(used_hosts)
 
 
 def check_slots(hosts: Sequence[Host], name: str, ranks: int) -> None:

@@ -145,10 +145,10 @@ def _gather(job: Job, task: TaskInfo, driver: DriverConnection | None, stack: Ex
     if introductions is None:
         messages = all_gather(json.dumps(asdict(introduction)), job, task)
         introductions = tuple(from_json_fields(Introduction, json.loads(message)) for message in messages)
-    first = next(other for other in introductions if other.offer.task_index == 0)
-    rendezvous = (first.offer.bind_host, first.port)
+    first_introduction = next(other for other in introductions if other.offer.task_index == 0)
+    rendezvous = (first_introduction.offer.bind_host, first_introduction.port)
     slots = assign([other.offer for other in introductions])
-    plan = JobPlan(tuple(slots), (rendezvous,), _token(job, first.attempt), job.config.encrypt)
+    plan = JobPlan(tuple(slots), (rendezvous,), _token(job, first_introduction.attempt), job.config.encrypt)
     return plan, nics_problem, used_spark
 
 

@@ -189,12 +189,12 @@ def _first_end(worker: WorkerProcess, job: Supervision) -> Returned | FailureRep
 def _failure(event: Raised | Exited, job: Supervision, phase: str, fn_has_ended: bool) -> FailureReport:
     """Return the report of a worker's failure in ``phase``."""
     if isinstance(event, Exited):
-        where = ENDED if fn_has_ended else phase
+        failure_phase = ENDED if fn_has_ended else phase
         cause = describe_exit(event.returncode)
-        return FailureReport(job.rank, job.host, cause, phase=where, secondary=event.ended_by_launcher)
-    where = phase if event.phase is None else event.phase
+        return FailureReport(job.rank, job.host, cause, phase=failure_phase, secondary=event.ended_by_launcher)
+    failure_phase = phase if event.phase is None else event.phase
     return FailureReport(
-        job.rank, job.host, event.cause, traceback=event.traceback, phase=where, secondary=event.secondary
+        job.rank, job.host, event.cause, traceback=event.traceback, phase=failure_phase, secondary=event.secondary
     )
 
 

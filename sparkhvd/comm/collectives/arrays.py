@@ -142,10 +142,10 @@ def grouped_allgather_async(
     **options: Unpack[SubmitKeywords],
 ) -> Handle[list[Array]]:
     """Allgather several arrays that run together: all of them or, if the ranks disagree about one, none."""
-    kept = [_contiguous(array) for array in arrays]
-    sources = [buffer_of(array, f"Array {i} to gather") for i, array in enumerate(kept)]
+    contiguous = [_contiguous(array) for array in arrays]
+    sources = [buffer_of(array, f"Array {i} to gather") for i, array in enumerate(contiguous)]
     handle = raw.gather_buffers(me, sources, SubmitOptions(**options))
-    return handle.then(lambda all_gathered: [array_from(*pair) for pair in zip(all_gathered, kept, strict=True)])
+    return handle.then(lambda all_gathered: [array_from(*pair) for pair in zip(all_gathered, contiguous, strict=True)])
 
 
 def alltoall_async(

@@ -326,17 +326,17 @@ def _require_apart(in_place: Sequence[Buffer], name: str | None) -> None:
         (buffer.address, buffer.address + math.prod(buffer.shape) * BYTES[buffer.dtype], index)
         for index, buffer in enumerate(in_place)
     )
-    end, before = 0, 0
-    for first, last, index in spans:
-        if first < end and last > first:
-            one, other = sorted((before, index))
+    end, previous_index = 0, 0
+    for start, stop, index in spans:
+        if start < end and stop > start:
+            lower, upper = sorted((previous_index, index))
             group = "the group" if name is None else f"the group {name!r}"
             raise ConfigError(
-                f"Tensors {one} and {other} of {group} share memory, which would be reduced twice in place. Pass each "
-                "tensor once, or pass copies."
+                f"Tensors {lower} and {upper} of {group} share memory, which would be reduced twice in place. Pass "
+                "each tensor once, or pass copies."
             )
-        if last > end:
-            end, before = last, index
+        if stop > end:
+            end, previous_index = stop, index
 
 
 def _require_rows(source: Buffer, what: str, verb: str) -> None:

@@ -95,11 +95,11 @@ def agree_on_rendezvous(communicator: MPI.Intracomm, config: Config) -> tuple[La
         DeadlineExceededError: not all ranks called it within ``config.start_timeout``.
     """
     _wait_for_all(communicator, config.start_timeout)
-    own = communicator.Dup()  # separates these messages from those of the program
+    duplicate = communicator.Dup()  # separates these messages from those of the program
     try:
-        return _exchange_contexts(own, config)
+        return _exchange_contexts(duplicate, config)
     finally:
-        own.Free()
+        duplicate.Free()
 
 
 def _wait_for_all(communicator: MPI.Intracomm, seconds: float) -> None:

@@ -241,11 +241,11 @@ def _require_equal_parts(parts: Sequence[str]) -> None:
     communicator = session.current()
     digest = hashlib.blake2b("\n".join(parts).encode(), digest_size=16).digest()
     digests = objects.allgather_object(communicator, digest, name="elastic.digest")
-    other = next((rank for rank, other_digest in enumerate(digests) if other_digest != digests[0]), None)
-    if other is None:
+    differing_rank = next((rank for rank, other_digest in enumerate(digests) if other_digest != digests[0]), None)
+    if differing_rank is None:
         return
     all_parts = objects.allgather_object(communicator, list(parts), name="elastic.parts")
-    differences = _differences(all_parts[0], all_parts[other], other)
+    differences = _differences(all_parts[0], all_parts[differing_rank], differing_rank)
     raise MismatchError(
         f"The states of the ranks differ, so they cannot be synchronized: {differences}. "
         "A new rank runs the program from its start. So create the same model, optimizer and values on all ranks "

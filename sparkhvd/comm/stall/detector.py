@@ -209,21 +209,21 @@ class StallDetector:
         return {rank: decode_identity(identity) for rank, identity in posted.items()}
 
     def _end_job(self) -> None:
-        known = self._watched.report
-        what = known.headline() if known is not None and known.tensors else self._pending()[0]
-        _log.error("Aborting the job, which has stalled for %.0f s: %s.", self._shutdown_after, what)
+        latest = self._watched.report
+        stalled = latest.headline() if latest is not None and latest.tensors else self._pending()[0]
+        _log.error("Aborting the job, which has stalled for %.0f s: %s.", self._shutdown_after, stalled)
         self._publish_straggler(f"SPARKHVD_STALL_SHUTDOWN_SECONDS={self._shutdown_after:g}")
         for channel in list(self._channels.values()):
-            channel.engine.abort(f"stalled for more than {self._shutdown_after:g} s: {what}")
+            channel.engine.abort(f"stalled for more than {self._shutdown_after:g} s: {stalled}")
 
     def _publish_straggler(self, limit: str) -> None:
         """Publish the rank that the others waited for until this limit."""
-        known = self._watched.report
-        if known is None or not known.stragglers:
+        latest = self._watched.report
+        if latest is None or not latest.stragglers:
             return
-        rank = known.stragglers[0]
-        stack = next(iter(known.conditions.get(rank, Condition()).stacks.values()), "")
-        straggler = Straggler(self._rank_in_job(rank), f"{known.headline()}, until {limit} ended the job", True, stack)
+        rank = latest.stragglers[0]
+        stack = next(iter(latest.conditions.get(rank, Condition()).stacks.values()), "")
+        straggler = Straggler(self._rank_in_job(rank), f"{latest.headline()}, until {limit} ended the job", True, stack)
         with suppress(SparkHvdError):  # the job ends in any case
             publish_straggler(self._rendezvous, straggler)
 

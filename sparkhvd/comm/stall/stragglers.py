@@ -118,20 +118,19 @@ def straggler_error(
         ranks: the ranks that must arrive.
         what: the name of the point that the ranks must reach, such as ``init()``.
     """
-    own = context.world.rank
+    own_rank = context.world.rank
     try:
         missing = rendezvous.missing(prefix, range(len(ranks)))
-        if not missing or ranks.index(own) in missing:
+        if not missing or ranks.index(own_rank) in missing:
             return None
         waited = f"waited start_timeout={context.config.start_timeout:g} s for {_named(missing, ranks)} to reach {what}"
-        publish_straggler(
-            rendezvous, Straggler(context.rank_in_job(ranks[missing[0]]), f"rank {own} {waited}", joined=what != INIT)
-        )
+        first = context.rank_in_job(ranks[missing[0]])
+        publish_straggler(rendezvous, Straggler(first, f"rank {own_rank} {waited}", joined=what != INIT))
     except SparkHvdError:  # the rendezvous has ended; the caller's own error has more details
         return None
     return DeadlineExceededError(
-        f"Rank {own} {waited}. Check what {'that rank is' if len(missing) == 1 else 'these ranks are'} doing, or raise "
-        "SPARKHVD_START_TIMEOUT."
+        f"Rank {own_rank} {waited}. Check what {'that rank is' if len(missing) == 1 else 'these ranks are'} doing, or "
+        "raise SPARKHVD_START_TIMEOUT."
     )
 
 

@@ -180,7 +180,7 @@ class DiscoveryThread:
         self._thread.join(INTERVAL_SECONDS)
 
     def _run(self) -> None:
-        known: dict[str, int] | None = None
+        last_offered: dict[str, int] | None = None
         last_failure = ""
         while not self._stopping.is_set():
             try:
@@ -188,13 +188,13 @@ class DiscoveryThread:
             except BaseException as error:  # noqa: BLE001 - a user's function may raise anything
                 why = f"{type(error).__name__}: {error}" if not isinstance(error, LaunchError) else str(error)
                 if not self._stopping.is_set() and why != last_failure:
-                    first = known is None
+                    first = last_offered is None
                     what = "The hosts of the job cannot be determined" if first else "The discovery of hosts failed"
                     self._inbox.put(DiscoveryFailed(f"{what}: {why}", first))
                 last_failure = why
             else:
                 last_failure = ""
-                if not self._stopping.is_set() and offered != known:
-                    known = offered
+                if not self._stopping.is_set() and offered != last_offered:
+                    last_offered = offered
                     self._inbox.put(Offered(offered))
             self._stopping.wait(self._interval)

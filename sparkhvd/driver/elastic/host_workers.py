@@ -208,10 +208,10 @@ class HostWorkers:
     def _lose(self, host: _Host, why: str) -> None:
         """Report the workers of a host whose process has ended or cannot be reached."""
         with self._lock:
-            what = "did not start" if host.location is None else "was lost with its host"
+            outcome = "did not start" if host.location is None else "was lost with its host"
             for worker in sorted(host.workers):
                 rank = self._ranks.pop(worker, worker)
-                self._inbox.put(Lost(worker, FailureReport(rank, host.name, f"{what}: {why}")))
+                self._inbox.put(Lost(worker, FailureReport(rank, host.name, f"{outcome}: {why}")))
             host.workers.clear()
             if self._hosts.get(host.name) is host:
                 self._end(host)

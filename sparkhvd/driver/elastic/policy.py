@@ -266,11 +266,11 @@ def _workers_beyond_capacity(view: View) -> frozenset[int]:
     """Return the workers whose slots are no longer offered: on each host, those without a state, then the newest."""
     leaving: set[int] = set()
     for host in {member.host for member in view.members}:
-        here = sorted(
+        members_on_host = sorted(
             (member for member in view.members if member.host == host),
             key=lambda member: (member.commit < 0, member.generation < view.generation, member.worker),
         )
-        leaving.update(member.worker for member in here[view.capacity.get(host, 0) :])
+        leaving.update(member.worker for member in members_on_host[view.capacity.get(host, 0) :])
     return frozenset(leaving)
 
 

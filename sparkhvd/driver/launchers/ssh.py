@@ -110,10 +110,12 @@ class SshHandle:
     def _parts(self) -> list[HostJob]:
         setup = host_setup()
         names = tuple(host.name for host in self._hosts)
-        parts, first = [], 0
+        parts, first_index = [], 0
         for host in self._hosts:
-            parts.append(HostJob(setup, self._job, host.name, names, first, host.slots, first == 0, self._token))
-            first += host.slots
+            parts.append(
+                HostJob(setup, self._job, host.name, names, first_index, host.slots, first_index == 0, self._token)
+            )
+            first_index += host.slots
         return parts
 
     def _await_ready(self) -> list[HostReady]:

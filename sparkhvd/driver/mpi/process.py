@@ -70,7 +70,7 @@ class Mpirun:
         with ExitStack() as stack:
             stack.callback(shutil.rmtree, self._folder, ignore_errors=True)
             stack.callback(self._secret.close)
-            own = {
+            variables = {
                 "TMPDIR": self._folder,
                 DRIVER_ADDRESSES: json.dumps(list(service.addresses)),
                 DRIVER_SECRET: self._secret.enter_context(memory_file(service.secret)),
@@ -81,7 +81,7 @@ class Mpirun:
             self._process = subprocess.Popen(
                 ["mpirun", *arguments],  # noqa: S607 - if called by a path, it would use that path on all hosts
                 executable=path,
-                env=changed_environment(own, mpirun_defaults()),
+                env=changed_environment(variables, mpirun_defaults()),
                 start_new_session=True,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,

@@ -46,10 +46,10 @@ def connect_ring(tasks: Sequence[TaskRegistration], secret: bytes, *, encrypt: b
                 if len(errors) == len(row):
                     raise ConnectionError(f"{task.offer.host} cannot be reached: {' '.join(errors)}")
             answers = pool.map(_reachable_addresses, [row[0] for row in links], [*tasks[1:], tasks[0]])
-            reached = list(answers)
+            reachable = list(answers)
             usable = [
                 [link for link in row if link.server.address in addresses]
-                for row, addresses in zip(links, [reached[-1], *reached[:-1]], strict=True)
+                for row, addresses in zip(links, [reachable[-1], *reachable[:-1]], strict=True)
             ]
             chosen += _choose_links(tasks, usable)
         finally:

@@ -177,11 +177,11 @@ def _slots_check(request: _Request) -> tuple[int, Check]:
         return count, Check(
             "slots", Verdict.SKIPPED, f"{counted(count, 'rank')} requested; {hidden} hides the number of slots"
         )
-    wanted = "all slots" if request.num_proc is None else f"{request.num_proc} requested"
+    request_text = "all slots" if request.num_proc is None else f"{request.num_proc} requested"
     waited = time.monotonic() - began
-    after = f", available after {waited:.1f} s" if waited > _REPORTED_WAIT_SECONDS else ""
+    wait_text = f", available after {waited:.1f} s" if waited > _REPORTED_WAIT_SECONDS else ""
     master = describe_cluster(request.spark, request.resources).master
-    return count, Check("slots", Verdict.OK, f"{counted(count, 'rank')} ({wanted}; master {master}){after}")
+    return count, Check("slots", Verdict.OK, f"{counted(count, 'rank')} ({request_text}; master {master}){wait_text}")
 
 
 def _examine_cluster(request: _Request, count: int) -> tuple[list[Examination], list[Check]]:

@@ -44,10 +44,10 @@ def check_executor_python(spark: SparkSession) -> None:
         _import_sparkhvd(python, variables)
     except (OSError, subprocess.SubprocessError) as error:
         activate = Path(sys.executable).with_name("activate")
-        how = f"activate the environment of this driver (source {activate}), or set" if activate.exists() else "set"
+        advice = f"activate the environment of this driver (source {activate}), or set" if activate.exists() else "set"
         raise LaunchError(
             f"Spark's tasks run in {python}, which cannot import sparkhvd; this driver runs in {sys.executable}. "
-            f"Before the session is created, {how} PYSPARK_PYTHON={sys.executable}."
+            f"Before the session is created, {advice} PYSPARK_PYTHON={sys.executable}."
         ) from error
 
 

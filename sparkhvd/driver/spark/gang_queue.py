@@ -95,15 +95,15 @@ class GangQueue:
 
     def _wait(self, gang: Gang) -> None:
         with self._changed:
-            before = sum(other.priority >= gang.priority for other in self._waiting)
-            self._waiting.insert(before, gang)
+            position = sum(other.priority >= gang.priority for other in self._waiting)
+            self._waiting.insert(position, gang)
         if self._start_if_possible(gang):
             return
         logger.info(
             "A job of %s waits for its slots: jobs of this application run %s, and %s before it.",
             counted(gang.ranks, "rank"),
             counted(sum(other.ranks for other in self.jobs()[0]), "rank"),
-            counted(before, "job waits", "jobs wait"),
+            counted(position, "job waits", "jobs wait"),
         )
         while not self._start_if_possible(gang):
             with self._changed:

@@ -197,14 +197,14 @@ def _remedy(cluster: Cluster, num_proc: int) -> str:
         )
     lower = [f"spark.task.cpus={cluster.task_cpus}"] if cluster.task_cpus > 1 else []
     lower += [f"{cluster.task_gpus:g} GPUs per task"] if cluster.task_gpus else []
-    less = "or lower num_proc" + (f", or lower {' or '.join(lower)}" if lower else "")
+    or_lower = "or lower num_proc" + (f", or lower {' or '.join(lower)}" if lower else "")
     if cluster.master.startswith("local-cluster"):
-        return f"Start the session with a master like local-cluster[{num_proc},{cluster.task_cpus},1024], {less}."
+        return f"Start the session with a master like local-cluster[{num_proc},{cluster.task_cpus},1024], {or_lower}."
     if cluster.master.startswith("local"):
-        return f"Start the session with master local[{num_proc * cluster.task_cpus}], {less}."
+        return f"Start the session with master local[{num_proc * cluster.task_cpus}], {or_lower}."
     if cluster.master.startswith("spark://"):
-        return f"Add workers, raise spark.cores.max, {less}."
-    return f"Raise spark.executor.instances or spark.executor.cores, {less}."
+        return f"Add workers, raise spark.cores.max, {or_lower}."
+    return f"Raise spark.executor.instances or spark.executor.cores, {or_lower}."
 
 
 def _concurrent_tasks(spark: SparkSession, profile: ResourceProfile | None) -> int:

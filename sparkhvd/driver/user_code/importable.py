@@ -61,15 +61,15 @@ def importable_on(
         modules: the SHA-256 of each module's file, by the module's name.
         start_timeout: seconds to wait for the answers; None takes ``SPARKHVD_START_TIMEOUT``.
     """
-    known = _answers(_identity(spark))
-    if any(item not in known for item in modules.items()):
+    known_answers = _answers(_identity(spark))
+    if any(item not in known_answers for item in modules.items()):
         candidates = {**{module.name: module.digest for module in loaded_user_modules()}, **modules}
-        new = {name: digest for name, digest in candidates.items() if (name, digest) not in known}
+        unanswered = {name: digest for name, digest in candidates.items() if (name, digest) not in known_answers}
         seconds = from_environment().start_timeout if start_timeout is None else start_timeout
-        answers = _ask(spark, new, seconds)
+        answers = _ask(spark, unanswered, seconds)
         if answers is not None:
-            known.update({(name, digest): name in answers for name, digest in new.items()})
-    return importable_by(known, modules)
+            known_answers.update({(name, digest): name in answers for name, digest in unanswered.items()})
+    return importable_by(known_answers, modules)
 
 
 def importable_by(known: Mapping[tuple[str, str], bool], modules: Mapping[str, str]) -> frozenset[str]:

@@ -152,13 +152,13 @@ class ElasticWorker:
                 process.wait_for_exit(EXIT_SECONDS)
                 return
             elif isinstance(event, spec.Raised):
-                where = phase if event.phase is None else event.phase
+                failure_phase = phase if event.phase is None else event.phase
                 failure = FailureReport(
                     self._log.rank,
                     self._host,
                     event.cause,
                     traceback=event.traceback,
-                    phase=where,
+                    phase=failure_phase,
                     secondary=event.secondary,
                     error=event.error,
                     is_final=event.is_final,
@@ -169,8 +169,8 @@ class ElasticWorker:
                 return
             elif isinstance(event, Exited):
                 process.close(TERM_SECONDS)  # so that its stderr is complete
-                where = ENDED if fn_has_ended else phase
-                self._lose(describe_exit(event.returncode), where, stderr_tail=process.output.stderr_tail())
+                failure_phase = ENDED if fn_has_ended else phase
+                self._lose(describe_exit(event.returncode), failure_phase, stderr_tail=process.output.stderr_tail())
                 return
             elif isinstance(event, _Stop):
                 return

@@ -55,16 +55,18 @@ def different_versions(driver: Sequence[str], offers: Sequence[TaskOffer]) -> st
     A suffix after a plus names a build of the same version, such as one without GPUs, and is ignored.
     """
     differences = []
-    for name, own in map(_name_and_version, driver):
-        others: dict[str, list[str]] = {}
+    for name, driver_version in map(_name_and_version, driver):
+        hosts_of_version: dict[str, list[str]] = {}
         for offer in offers:
-            other = dict(map(_name_and_version, offer.versions)).get(name, own)
-            hosts = others.setdefault(other, [])
-            if other.partition("+")[0] != own.partition("+")[0] and offer.host not in hosts:
+            task_version = dict(map(_name_and_version, offer.versions)).get(name, driver_version)
+            hosts = hosts_of_version.setdefault(task_version, [])
+            if task_version.partition("+")[0] != driver_version.partition("+")[0] and offer.host not in hosts:
                 hosts.append(offer.host)
-        shown = [f"{other} on {_listed(hosts)}" for other, hosts in sorted(others.items()) if hosts]
+        shown = [
+            f"{task_version} on {_listed(hosts)}" for task_version, hosts in sorted(hosts_of_version.items()) if hosts
+        ]
         if shown:
-            differences.append(f"{name} is {own} on the driver, {', '.join(shown)}")
+            differences.append(f"{name} is {driver_version} on the driver, {', '.join(shown)}")
     if not differences:
         return ""
     return (

@@ -64,13 +64,13 @@ class Orted:
         # Hosts of a job that Open MPI sees as one machine would otherwise share these folders by accident.
         shared = ("OMPI_MCA_orte_tmpdir_base", "OMPI_MCA_btl_vader_backing_directory", SCRATCH)
         own_variables = dict.fromkeys(shared, self._folder)
-        merged = {**environment, **own_variables}
+        orted_environment = {**environment, **own_variables}
         for name, value in assignments.items():
-            merged[name] = value.replace(f"${name}", merged.get(name, "")).strip(":")
+            orted_environment[name] = value.replace(f"${name}", orted_environment.get(name, "")).strip(":")
         try:
             self._process = subprocess.Popen(
                 ["/bin/sh", "-c", _THEN_REMOVE, self._folder, *command],
-                env=merged,
+                env=orted_environment,
                 start_new_session=True,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,

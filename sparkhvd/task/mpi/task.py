@@ -294,11 +294,11 @@ def missing_ranks(own_slots: Sequence[Slot], started: Sequence[int]) -> FailureR
     if len(started) == len(own_slots):
         cause = f"Not all ranks started in time: mpirun started the ranks of host {host}, but not of all other hosts."
         return FailureReport(-1, "", cause, kind=LAUNCH)
-    first = next(slot.world.rank for slot in own_slots if slot.world.rank not in started)
+    first_missing = next(slot.world.rank for slot in own_slots if slot.world.rank not in started)
     number = (
         f"{len(started)} of the {counted(len(own_slots), 'rank')} of this host" if started else "no ranks on this host"
     )
-    return FailureReport(first, host, f"did not start in time: mpirun started {number}")
+    return FailureReport(first_missing, host, f"did not start in time: mpirun started {number}")
 
 
 def _end(plan: JobPlan, report: FailureReport, patience: float = 0.0) -> Outcome:

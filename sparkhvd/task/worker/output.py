@@ -62,11 +62,11 @@ class LineBuffer:
 
     def _overwritten(self, start: int) -> int:
         """Return the end of the part of the last line that a progress bar will overwrite; 0 without one."""
-        shown = self._rest[start:]
-        if not shown.strip(b"\r"):
+        last_line = self._rest[start:]
+        if not last_line.strip(b"\r"):
             return 0
-        end = len(shown) if shown.endswith(b"\r") else shown.rfind(b"\r")
-        return start + end if shown[: max(end, 0)].strip(b"\r") else 0
+        end = len(last_line) if last_line.endswith(b"\r") else last_line.rfind(b"\r")
+        return start + end if last_line[: max(end, 0)].strip(b"\r") else 0
 
     def flush(self) -> bytes | None:
         """Return the remaining text, which has no newline; None if there is none."""
