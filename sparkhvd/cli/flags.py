@@ -15,7 +15,7 @@ def _megabytes(text: str) -> str:
     return str(int(float(text) * 1024 * 1024))
 
 
-def _names(text: str) -> list[str]:
+def _comma_separated(text: str) -> list[str]:
     return [name for name in text.split(",") if name]
 
 
@@ -196,7 +196,7 @@ def add_interfaces(parser: argparse.ArgumentParser) -> None:
         *("--network-interfaces", "--network-interface"),
         dest="nics",
         action="extend",
-        type=_names,
+        type=_comma_separated,
         default=[],
         help="interfaces to use, as a,b",
     )

@@ -212,7 +212,7 @@ def _run_by_mpi(flags: argparse.Namespace, hosts: tuple[Host, ...], command: Seq
                 return mpirun.wait()
         finally:
             if mpirun.poll() is None:
-                _end(mpirun)
+                _end_mpirun(mpirun)
 
 
 @contextmanager
@@ -231,7 +231,7 @@ def _ended_with_this_process(mpirun: subprocess.Popen[bytes]) -> Iterator[None]:
             watcher.kill()
 
 
-def _end(mpirun: subprocess.Popen[bytes]) -> None:
+def _end_mpirun(mpirun: subprocess.Popen[bytes]) -> None:
     mpirun.terminate()
     try:
         mpirun.wait(_MPIRUN_SECONDS)

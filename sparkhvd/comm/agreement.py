@@ -94,11 +94,13 @@ def agree(
     share = weights[communicator.world.rank] / sum(weights)
     shifts = {key: _shift(arrays[key], base[key]) if share else _zeros(base[key]) for key in plan.averaged}
     squares = {variance: shifts[mean] ** 2 for variance, mean in plan.means.items()}
-    summed = _summed(communicator, [part * share for part in (*shifts.values(), *squares.values())], f"{name} shifts")
+    summed = _sum_over_ranks(
+        communicator, [part * share for part in (*shifts.values(), *squares.values())], f"{name} shifts"
+    )
     shifts = dict(zip(plan.averaged, summed, strict=False))
     for (variance, mean), square in zip(plan.means.items(), summed[len(shifts) :], strict=True):
         shifts[variance] = shifts[variance] + np.maximum(square - shifts[mean] ** 2, 0.0)
-    return {**base, **{key: _shifted(base[key], shift) for key, shift in shifts.items()}}
+    return {**base, **{key: _add_shift(base[key], shift) for key, shift in shifts.items()}}
 
 
 def _effective_weights(weights: Sequence[float]) -> list[float]:
@@ -126,7 +128,7 @@ def _plan_agreement(weights: Sequence[float], summaries: Sequence[Mapping[str, _
     return _AgreementPlan(counting[0], averaged, copied, means)
 
 
-def _numbers(array: npt.NDArray[np.generic]) -> npt.NDArray[np.float64]:
+def _as_floats(array: npt.NDArray[np.generic]) -> npt.NDArray[np.float64]:
     """Return the array as float64, with the real and imaginary parts of complex numbers interleaved."""
     flat = np.ascontiguousarray(array).reshape(-1)
     if flat.dtype.kind == "c":
@@ -140,18 +142,18 @@ def _zeros(like: npt.NDArray[np.generic]) -> npt.NDArray[np.float64]:
 
 def _shift(array: npt.NDArray[np.generic], base: npt.NDArray[np.generic]) -> npt.NDArray[np.float64]:
     """Return the difference of an array from the base; 0 where both are the same infinity or NaN."""
-    own, other = _numbers(array), _numbers(base)
+    own, other = _as_floats(array), _as_floats(base)
     with np.errstate(invalid="ignore"):
         return np.where((own == other) | (np.isnan(own) & np.isnan(other)), 0.0, own - other)
 
 
-def _shifted(base: npt.NDArray[np.generic], shift: npt.NDArray[np.float64]) -> npt.NDArray[np.generic]:
-    numbers = _numbers(base) + shift
+def _add_shift(base: npt.NDArray[np.generic], shift: npt.NDArray[np.float64]) -> npt.NDArray[np.generic]:
+    numbers = _as_floats(base) + shift
     whole = numbers.view(np.complex128) if base.dtype.kind == "c" else numbers
     return whole.astype(base.dtype).reshape(base.shape)
 
 
-def _summed(
+def _sum_over_ranks(
     communicator: Communicator, parts: Sequence[npt.NDArray[np.float64]], name: str
 ) -> list[npt.NDArray[np.float64]]:
     together = communicator.allreduce(np.concatenate(parts), ReduceOp.SUM, name=name)

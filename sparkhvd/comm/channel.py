@@ -190,7 +190,7 @@ def open_channel(
                 bind_hosts=offered,
                 shared_memory=config.shared_memory,
                 encrypt=config.encrypt,
-                common_settings={variable_of(name): _shown(getattr(config, name)) for name in _COMMON_SETTINGS},
+                common_settings={variable_of(name): _setting_text(getattr(config, name)) for name in _COMMON_SETTINGS},
                 host_timeout=config.host_timeout or _core.SILENT_LINK_SECONDS,
                 answer_timeout=context.answer_timeout,
                 link_gbits=config.link_gbits,
@@ -216,6 +216,6 @@ def open_channel(
     return Channel(engine, ranks, Waits(config.collective_timeout), device_libraries is not None, suggestion)
 
 
-def _shown(value: object) -> str:
+def _setting_text(value: object) -> str:
     """Return the value of a setting in an error message."""
     return "the default" if value is None else str(int(value)) if isinstance(value, bool) else str(value)

@@ -196,7 +196,7 @@ def _once(make: Callable[[], T]) -> Callable[[], T]:
 
 def poll(handle: Handle[T]) -> bool:
     """Return whether the operation has ended, so that ``synchronize(handle)`` would return or raise at once."""
-    return _checked(handle).done()
+    return _require_handle(handle).done()
 
 
 def synchronize(handle: Handle[T]) -> T:
@@ -209,10 +209,10 @@ def synchronize(handle: Handle[T]) -> T:
         CollectiveError: the operation failed otherwise, or the communicator was closed before it was done.
         ConfigError: ``handle`` is not a handle.
     """
-    return _checked(handle).wait()
+    return _require_handle(handle).wait()
 
 
-def _checked(handle: Handle[T]) -> Handle[T]:
+def _require_handle(handle: Handle[T]) -> Handle[T]:
     if not isinstance(handle, Handle):
         raise ConfigError(f"{handle!r} is not a handle; pass the return value of an *_async function.")
     return handle

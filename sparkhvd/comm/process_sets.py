@@ -88,11 +88,11 @@ class ProcessSet:
 
     def size(self) -> int:
         """Return the number of ranks in the set."""
-        return len(self._registered().ranks)
+        return len(self._require_registration().ranks)
 
     def included(self) -> bool:
         """Return whether this process is in the set."""
-        registration = self._registered()
+        registration = self._require_registration()
         return registration.own_rank in registration.ranks
 
     def rank(self) -> int:
@@ -101,7 +101,7 @@ class ProcessSet:
         Raises:
             ConfigError: this process is not in the set.
         """
-        registration = self._registered()
+        registration = self._require_registration()
         if registration.own_rank not in registration.ranks:
             raise ConfigError(f"Rank {registration.own_rank} is not in {self}; check included() first.")
         return registration.ranks.index(registration.own_rank)
@@ -116,7 +116,7 @@ class ProcessSet:
             return Proposal(self._requested_ranks)
         return Proposal(tuple(sorted(self._communicator.allgather(own_rank))) if self._communicator else (), split=True)
 
-    def _registered(self) -> RegisteredSet:
+    def _require_registration(self) -> RegisteredSet:
         if self._registration is None:
             raise NotInitializedError(
                 f"{self} is not registered; pass it to hvd.init(process_sets=[...]) or hvd.add_process_set()."
@@ -184,8 +184,8 @@ def agreed_sets(
     for rank, proposal in enumerate(proposals):
         if proposal.split != first.split or (proposal.ranks != first.ranks and not first.split):
             raise MismatchError(
-                f"All ranks must add the same process set: rank 0 added {_text(first)}, "
-                f"rank {rank} added {_text(proposal)}."
+                f"All ranks must add the same process set: rank 0 added {_proposal_text(first)}, "
+                f"rank {rank} added {_proposal_text(proposal)}."
             )
     sets = sorted({proposal.ranks for proposal in proposals if proposal.ranks})
     members = [rank for ranks in sets for rank in ranks]
@@ -199,5 +199,5 @@ def agreed_sets(
     return sets
 
 
-def _text(proposal: Proposal) -> str:
+def _proposal_text(proposal: Proposal) -> str:
     return f"{'a communicator of ' if proposal.split else ''}{list(proposal.ranks)}"

@@ -36,7 +36,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
     """
     if not isinstance(text, str):
         raise ConfigError(f"hosts must be one string like 'host1:2,host2:2', got {text!r}.")
-    return _checked([_entry(part.strip()) for part in text.split(",") if part.strip()], text)
+    return _require_distinct([_parse_entry(part.strip()) for part in text.split(",") if part.strip()], text)
 
 
 def parse_hostfile(text: str) -> tuple[Host, ...]:
@@ -53,8 +53,8 @@ def parse_hostfile(text: str) -> tuple[Host, ...]:
         options = [word.partition("=")[2] for word in words[1:] if word.startswith("slots=")]
         if len(words) != 1 + len(options) or len(options) > 1:
             raise ConfigError(f"The host file has an invalid line {raw!r}. Write lines like 'host1 slots=2'.")
-        hosts.append(_host(without_brackets(words[0]), options[0] if options else "1"))
-    return _checked(hosts, text)
+        hosts.append(_make_host(without_brackets(words[0]), options[0] if options else "1"))
+    return _require_distinct(hosts, text)
 
 
 def take_slots(hosts: Sequence[Host], num_proc: int | None) -> tuple[Host, ...]:
@@ -99,7 +99,7 @@ def check_name(name: str) -> None:
         raise ConfigError(f"{name!r} is not a valid host name.")
 
 
-def _entry(text: str) -> Host:
+def _parse_entry(text: str) -> Host:
     if is_ipv6(text):
         raise ConfigError(
             f"{text!r} is ambiguous: its last part may belong to the address or be the number of slots. Write "
@@ -111,17 +111,17 @@ def _entry(text: str) -> Host:
     address, name, slots = parts["address"], parts["name"], parts["slots"]
     if address is not None and not is_ipv6(address):
         raise ConfigError(f"{address!r} in {text!r} is not an IPv6 address. Use brackets for IPv6 addresses only.")
-    return _host(name if address is None else address, "1" if slots is None else slots)
+    return _make_host(name if address is None else address, "1" if slots is None else slots)
 
 
-def _host(name: str, slots: str) -> Host:
+def _make_host(name: str, slots: str) -> Host:
     check_name(name)
     if not slots.isdecimal() or int(slots) < 1:
         raise ConfigError(f"The number of slots of host {name} must be a positive integer, got {slots!r}.")
     return Host(name, int(slots))
 
 
-def _checked(hosts: Sequence[Host], text: str) -> tuple[Host, ...]:
+def _require_distinct(hosts: Sequence[Host], text: str) -> tuple[Host, ...]:
     names = [host.name for host in hosts]
     if not hosts or len(set(names)) < len(names):
         problem = "lists a host twice" if hosts else "lists no host"

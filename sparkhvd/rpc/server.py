@@ -126,7 +126,7 @@ class Server(Closable):
         if connection == 0:
             self._warn_out_of_files()
         elif payload is None:
-            self._end(connection, error_of(code, why, number))
+            self._end_connection(connection, error_of(code, why, number))
         else:
             try:
                 self._handle(connection, decode(payload))
@@ -173,7 +173,7 @@ class Server(Closable):
             self._last_encoded = last = (reply, encode(reply))
         return last[1]
 
-    def _end(self, connection: int, error: OSError | ValueError) -> None:
+    def _end_connection(self, connection: int, error: OSError | ValueError) -> None:
         # A peer may end at any time, so only a reply that is too large is logged as a warning.
         logger.log(logging.WARNING if isinstance(error, ValueError) else logging.DEBUG, "A connection ended: %s", error)
         self._pending_replies.pop(connection, None)

@@ -33,14 +33,14 @@ def device_kind(assigned: Sequence[str], visible: str | None, driver: Path = _DR
     hidden = visible is not None and visible.strip() in {"", "-1"}
     if not assigned and (hidden or not gpus):
         return ""
-    own_gpus = [_named(name, gpus) for name in assigned or _listed(visible)]
+    own_gpus = [_facts_of(name, gpus) for name in assigned or _device_names(visible)]
     described = [facts for facts in own_gpus if facts is not None]
     are_all_described = bool(own_gpus) and len(described) == len(own_gpus)
     models = sorted({facts["Model"] for facts in (described if are_all_described else gpus)})
     return f"GPU ({', '.join(models)})" if models else "GPU"
 
 
-def _named(name: str, gpus: Sequence[dict[str, str]]) -> dict[str, str] | None:
+def _facts_of(name: str, gpus: Sequence[dict[str, str]]) -> dict[str, str] | None:
     """Return the facts about a device. ``name`` is its number in bus order, or the beginning of its UUID."""
     if name.isdecimal():
         return gpus[int(name)] if int(name) < len(gpus) else None
@@ -91,7 +91,7 @@ def cuda_names(addresses: Sequence[str], visible: str | None) -> tuple[str, ...]
             entries are the task's devices. Otherwise, Spark's addresses are indices into it, as in Spark's
             TorchDistributor.
     """
-    listed = _listed(visible)
+    listed = _device_names(visible)
     if not listed:
         return tuple(addresses)
     if (all_listed := task_gpus(addresses, listed)) is not None:
@@ -101,7 +101,7 @@ def cuda_names(addresses: Sequence[str], visible: str | None) -> tuple[str, ...]
     )
 
 
-def _listed(visible: str | None) -> list[str]:
+def _device_names(visible: str | None) -> list[str]:
     return [name.strip() for name in (visible or "").split(",") if name.strip()]
 
 

@@ -91,8 +91,8 @@ if __name__ == "__main__":
     builder = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false")
     spark = builder.config("spark.log.level", "ERROR").getOrCreate()
     jobs = []
-    ask = importable._ask
-    importable._ask = lambda *arguments: jobs.append(1) or ask(*arguments)
+    ask = importable._ask_executors
+    importable._ask_executors = lambda *arguments: jobs.append(1) or ask(*arguments)
     df = spark.range(8).selectExpr("cast(1 / 64 as float) x", "cast(1 as float) y")
     answers: dict[str, Any] = {name: results(name, estimator, df) for name, estimator in estimators().items()}
     answers["run"] = sparkhvd.run(recognized, (modes.Mode.TIMES, modes.MISSING, Half), num_proc=2, spark=spark)

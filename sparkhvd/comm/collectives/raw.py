@@ -66,7 +66,7 @@ def reduce_buffer(
     """Start an allreduce of ``source`` into ``target`` of the same shape and dtype, which may be the same memory."""
     _require_same_form("An allreduce", source, target)
     channel = me.channel(options.process_set)
-    return channel.handle(*_submitted("allreduce", channel, source, target, reduction, options))
+    return channel.handle(*_submit("allreduce", channel, source, target, reduction, options))
 
 
 def reduce_in_place(  # noqa: PLR0917  most tensors come through here: records would cost more than the rest of the call
@@ -109,7 +109,7 @@ def reduce_buffers(
     for source, target in pairs:
         _require_same_form("An allreduce", source, target)
     _require_apart([target for source, target in pairs if source.address == target.address], options.name)
-    return _reduced_together("grouped_allreduce", me.channel(options.process_set), pairs, reduction, options)
+    return _reduce_together("grouped_allreduce", me.channel(options.process_set), pairs, reduction, options)
 
 
 def reducescatter_buffer(
@@ -122,7 +122,7 @@ def reducescatter_buffer(
     _require_elementwise(reduction)
     channel = me.channel(options.process_set)
     _require_own_rows(channel, source, target)
-    return channel.handle(*_submitted("reducescatter", channel, source, target, reduction, options))
+    return channel.handle(*_submit("reducescatter", channel, source, target, reduction, options))
 
 
 def reducescatter_buffers(
@@ -133,7 +133,7 @@ def reducescatter_buffers(
     channel = me.channel(options.process_set)
     for source, target in pairs:
         _require_own_rows(channel, source, target)
-    return _reduced_together("grouped_reducescatter", channel, pairs, reduction, options)
+    return _reduce_together("grouped_reducescatter", channel, pairs, reduction, options)
 
 
 def gather_buffer(me: HasChannels, source: Buffer, options: SubmitOptions = _ANY) -> Handle[Gathered]:
@@ -259,7 +259,7 @@ def join_async(
     return channel.handle("join", operation, lambda: channel.ranks[operation.rows()[0]])
 
 
-def _submitted(  # noqa: PLR0917  keywords would cost a tenth of the call
+def _submit(  # noqa: PLR0917  keywords would cost a tenth of the call
     kind: Literal["allreduce", "reducescatter"],
     channel: Channel,
     source: Buffer,
@@ -285,7 +285,7 @@ def _submitted(  # noqa: PLR0917  keywords would cost a tenth of the call
     return name, operation
 
 
-def _reduced_together(
+def _reduce_together(
     kind: Literal["grouped_allreduce", "grouped_reducescatter"],
     channel: Channel,
     pairs: Pairs,

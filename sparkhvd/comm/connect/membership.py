@@ -168,7 +168,7 @@ class Membership:
         """Wait for the next generation that includes this worker, and return its launch context."""
         self._report(WAITING, self.reason)
         key = assignment_key(self._address.worker, self.generation)
-        assignment = Assignment.from_json(self._connected().get(key, Deadline.after(_WAIT_SECONDS)))
+        assignment = Assignment.from_json(self._connected_client().get(key, Deadline.after(_WAIT_SECONDS)))
         self.generation, self.reason = assignment.generation, ""
         self.newest_published = assignment.published
         export(_variables(assignment.world))
@@ -201,7 +201,7 @@ class Membership:
         if self._has_finished:
             return False
         try:
-            self._connected().get(notice_key(self.generation), Deadline.after(0.0))
+            self._connected_client().get(notice_key(self.generation), Deadline.after(0.0))
         except DeadlineExceededError:
             return False
         return True
@@ -219,10 +219,10 @@ class Membership:
     def _report(self, kind: str, reason: str = "", path: str = "") -> None:
         report = Report(kind, self.generation, self.commit, reason, path)
         key = report_key(self._address.worker, self._reports)
-        self._connected().set(key, report.to_json(), Deadline.after(_REPORT_SECONDS))
+        self._connected_client().set(key, report.to_json(), Deadline.after(_REPORT_SECONDS))
         self._reports += 1
 
-    def _connected(self) -> RendezvousClient:
+    def _connected_client(self) -> RendezvousClient:
         if self._client is None:
             self._client = self._connect()
         return self._client

@@ -141,10 +141,10 @@ class StallDetector:
         return True
 
     def _check_for_stall(self, question: int) -> None:
-        operations = self._completed()
+        operations = self._completed_operations()
         if operations != self._operations:
             self._operations, self._changed = operations, time.monotonic()
-        oldest = self._oldest()
+        oldest = self._longest_wait()
         if oldest < self._patience:
             self._next_report = self._patience
         elif 0 < self._shutdown_after <= oldest:
@@ -164,19 +164,19 @@ class StallDetector:
         ]
         return tuple(sorted(collectives, key=lambda collective: -collective.age))
 
-    def _completed(self) -> int:
+    def _completed_operations(self) -> int:
         return sum(channel.engine.counters()["operations"] for channel in list(self._channels.values()))
 
-    def _oldest(self) -> float:
+    def _longest_wait(self) -> float:
         return max((collective.age for collective in self._pending()), default=0.0)
 
     def _answer(self, question: int) -> None:
-        waits = self._oldest() >= self._patience / 2
+        waits = self._longest_wait() >= self._patience / 2
         self._rendezvous.set(
             self._key(f"answer/{question}", self._world.rank), encode(self._own_condition()), self._store_deadline()
         )
         if waits:
-            self._next_report = 2 * max(self._oldest(), self._patience / 2)
+            self._next_report = 2 * max(self._longest_wait(), self._patience / 2)
             latest = self._collect(question)
             self._watched.report = latest
             if latest.tensors:
@@ -188,7 +188,7 @@ class StallDetector:
         problems = {rank: process_problem(identities[rank]) for rank in neighbours if rank in identities}
         return Condition(
             pending=self._pending(),
-            operations=self._completed(),
+            operations=self._completed_operations(),
             idle=time.monotonic() - self._changed,
             progress=self._watched.progress,
             stacks=stacks(without=self._thread),

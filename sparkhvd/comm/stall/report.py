@@ -124,7 +124,7 @@ def report(
             if collective.process_set in sets:  # the set may have been removed in the meantime
                 waits.setdefault(str(collective), {})[rank] = collective
     tensors = [
-        _stalled(title, by_rank, conditions, sets)
+        _stalled_tensor(title, by_rank, conditions, sets)
         for title, by_rank in waits.items()
         if max(collective.age for collective in by_rank.values()) >= since
     ]
@@ -132,7 +132,7 @@ def report(
     return StallReport(tuple(tensors), conditions, silent, identities)
 
 
-def _stalled(
+def _stalled_tensor(
     title: str,
     waiting: Mapping[int, PendingCollective],
     conditions: Mapping[int, Condition],

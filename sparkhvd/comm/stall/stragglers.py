@@ -84,7 +84,7 @@ def warning_of_stragglers(
                 if missing and not all_arrived.is_set() and should_warn(index, missing):
                     _log.warning(
                         "Rank %d has waited %d s for %s to reach %s. It gives up after start_timeout=%g s.",
-                        *(ranks[index], waited, _named(missing, ranks), what, context.config.start_timeout),
+                        *(ranks[index], waited, _ranks_text(missing, ranks), what, context.config.start_timeout),
                     )
 
     watcher = threading.Thread(target=watch, name="sparkhvd-stragglers", daemon=True)
@@ -123,7 +123,9 @@ def straggler_error(
         missing = rendezvous.missing(prefix, range(len(ranks)))
         if not missing or ranks.index(own_rank) in missing:
             return None
-        waited = f"waited start_timeout={context.config.start_timeout:g} s for {_named(missing, ranks)} to reach {what}"
+        waited = (
+            f"waited start_timeout={context.config.start_timeout:g} s for {_ranks_text(missing, ranks)} to reach {what}"
+        )
         first = context.rank_in_job(ranks[missing[0]])
         publish_straggler(rendezvous, Straggler(first, f"rank {own_rank} {waited}", joined=what != INIT))
     except SparkHvdError:  # the rendezvous has ended; the caller's own error has more details
@@ -134,6 +136,6 @@ def straggler_error(
     )
 
 
-def _named(missing: Sequence[int], ranks: Sequence[int]) -> str:
+def _ranks_text(missing: Sequence[int], ranks: Sequence[int]) -> str:
     named = [str(ranks[index]) for index in missing[:_MAX_NAMED]]
     return f"rank{'s' if len(named) > 1 else ''} {', '.join(named)}"

@@ -330,10 +330,12 @@ class SparkWorkers:
             self._runs = {number: _Run() for number in range(slots)}  # by lease; replaced by its own thread
             for number in range(slots):
                 tag = new_tag()
-                keep = functools.partial(self._keep, number, tag, functools.partial(run_lease, job, membership, number))
+                keep = functools.partial(
+                    self._keep_lease, number, tag, functools.partial(run_lease, job, membership, number)
+                )
                 # The thread inherits the user's job group, description and scheduler pool.
                 self._leases.append((tag, in_background(inheriting(spark, keep), "sparkhvd-lease")))
-            self._sharing = in_background(self._share, "sparkhvd-lease-sharing")
+            self._sharing = in_background(self._share_slots, "sparkhvd-lease-sharing")
             self._stack = stack.pop_all()
 
     def note_offer(self, capacity: Mapping[str, int]) -> dict[str, str]:  # noqa: ARG002 - the leases offered them
@@ -374,7 +376,7 @@ class SparkWorkers:
                 is_done_within(done, end.remaining())
             cancel(self._spark, tag, done)
 
-    def _share(self) -> None:
+    def _share_slots(self) -> None:
         """Give the job's slots back while they are too few to start, until the first generation has formed."""
         random = SystemRandom()
         factor = 1.0
@@ -417,12 +419,12 @@ class SparkWorkers:
         self._inbox.put(DiscoveryFailed(why, False))
         self._await_ends(connected, [run.done for run in runs])
 
-    def _keep(self, number: int, tag: str, task: TaskFunction) -> None:
+    def _keep_lease(self, number: int, tag: str, task: TaskFunction) -> None:
         """Run the Spark jobs of a lease, one after the other, until the elastic job ends."""
         failures = 0
         while not self._closing.is_set():
             run = self._runs[number] = _Run()
-            error = self._run(tag, task)
+            error = self._run_job(tag, task)
             run.done.set_result(None)
             if run.given_back:
                 self._closing.wait(max(0.0, self._back_at - time.monotonic()))
@@ -438,7 +440,7 @@ class SparkWorkers:
             pause = min(_LONGEST_PAUSE_SECONDS, _SHORTEST_PAUSE_SECONDS * 2.0 ** (failures - 1))
             self._closing.wait(pause)
 
-    def _run(self, tag: str, task: TaskFunction) -> Exception | None:
+    def _run_job(self, tag: str, task: TaskFunction) -> Exception | None:
         """Run a Spark job with one task, and return its error or None."""
         try:
             add_tag(self._spark, tag)

@@ -163,11 +163,11 @@ class RayHandle:
             [actor.prepare.remote(job, part) for actor, part in zip(self._actors, parts, strict=True)],
             "prepare their ranks",
         )
-        plan = self._plan = self._planned(answers)
+        plan = self._plan = self._make_plan(answers)
         self._phases = dict.fromkeys(range(len(self._actors)), STARTING)
         self._answers([actor.start.remote(plan) for actor in self._actors], "start their ranks")
 
-    def _planned(self, answers: Sequence[HostReady | HostLost]) -> JobPlan:
+    def _make_plan(self, answers: Sequence[HostReady | HostLost]) -> JobPlan:
         for answer in answers:
             if isinstance(answer, HostLost):
                 raise LaunchError(answer.why)
@@ -216,7 +216,7 @@ class RayHandle:
         outcomes = _ReportedOutcomes()
         requests = {actor.messages.remote(): index for index, actor in enumerate(self._actors)}
         while requests and not outcomes.is_overdue():
-            for ref in _ready(requests):
+            for ref in _ready_refs(requests):
                 index = requests.pop(ref)
                 try:
                     messages = ray.get(ref)
@@ -294,7 +294,7 @@ class _ReportedOutcomes:
         return [outcome.failure for outcome in outcomes if outcome.failure is not None]
 
 
-def _ready(requests: Mapping[Any, int]) -> list[Any]:
+def _ready_refs(requests: Mapping[Any, int]) -> list[Any]:
     """Return all references that are ready; wait up to ``_POLL_SECONDS`` for the first."""
     refs = list(requests)
     ready, _ = ray.wait(refs, num_returns=1, timeout=_POLL_SECONDS)

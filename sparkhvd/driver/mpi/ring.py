@@ -36,7 +36,7 @@ def connect_ring(tasks: Sequence[TaskRegistration], secret: bytes, *, encrypt: b
         OSError: a task cannot be reached from the driver, or was lost.
     """
     with ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="sparkhvd-probe") as pool:
-        attempts = [[pool.submit(_link, server, secret, encrypt) for server in task.servers] for task in tasks]
+        attempts = [[pool.submit(_open_link, server, secret, encrypt) for server in task.servers] for task in tasks]
         results = [[attempt.result() for attempt in row] for row in attempts]
         links = [[result for result in row if isinstance(result, Link)] for row in results]
         chosen: list[Link] = []
@@ -92,7 +92,7 @@ def _choose_links(tasks: Sequence[TaskRegistration], usable: Sequence[Sequence[L
     return [next(link for link in row if link.server == server) for row, server in zip(usable, servers, strict=True)]
 
 
-def _link(server: TaskServer, secret: bytes, encrypt: bool) -> Link | OSError:
+def _open_link(server: TaskServer, secret: bytes, encrypt: bool) -> Link | OSError:
     deadline = Deadline.after(_CONNECT_SECONDS)
     try:
         return Link(server, connect([(server.address, server.port)], secret, deadline, encrypt=encrypt))

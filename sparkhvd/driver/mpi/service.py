@@ -37,10 +37,10 @@ def mpi_hosts(offers: Sequence[TaskOffer]) -> list[MpiHost]:
     tasks: dict[str, list[int]] = {}
     for slot in assign(offers):
         tasks.setdefault(slot.offer.host_hash, []).append(slot.offer.task_index)
-    return [MpiHost(_name(number), key, tuple(indices)) for number, (key, indices) in enumerate(tasks.items())]
+    return [MpiHost(_host_name(number), key, tuple(indices)) for number, (key, indices) in enumerate(tasks.items())]
 
 
-def _name(number: int) -> str:
+def _host_name(number: int) -> str:
     letters = ""
     while number >= 0:
         letters = string.ascii_lowercase[number % 26] + letters

@@ -43,7 +43,7 @@ def spark_failure(
         task_hosts: the hosts of the tasks of the last attempt, by index, as far as they are known.
         tasks: the last status that each task sent to the driver, by index; None if tasks cannot reach the driver.
     """
-    error = _root(error)
+    error = _spark_error(error)
     text = str(error)
     if message := import_failure(text):
         return message
@@ -72,11 +72,11 @@ def has_ended(error: BaseException) -> bool:
 
 def is_cancelled(error: BaseException) -> bool:
     """Return whether the job was cancelled: by a tag, a group or a session, in Spark's UI, or by stopping Spark."""
-    text = str(_root(error))
+    text = str(_spark_error(error))
     return _CANCELLED.search(text) is not None or _STOPPED.search(text) is not None
 
 
-def _root(error: BaseException) -> BaseException:
+def _spark_error(error: BaseException) -> BaseException:
     """Return Spark's own error. On a stopped session, PySpark's handling of that error raises an ``AttributeError``."""
     while isinstance(error, AttributeError) and error.__context__ is not None:
         error = error.__context__

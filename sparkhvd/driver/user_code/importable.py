@@ -61,12 +61,12 @@ def importable_on(
         modules: the SHA-256 of each module's file, by the module's name.
         start_timeout: seconds to wait for the answers; None takes ``SPARKHVD_START_TIMEOUT``.
     """
-    known_answers = _answers(_identity(spark))
+    known_answers = _answers_of_session(_identity(spark))
     if any(item not in known_answers for item in modules.items()):
         candidates = {**{module.name: module.digest for module in loaded_user_modules()}, **modules}
         unanswered = {name: digest for name, digest in candidates.items() if (name, digest) not in known_answers}
         seconds = from_environment().start_timeout if start_timeout is None else start_timeout
-        answers = _ask(spark, unanswered, seconds)
+        answers = _ask_executors(spark, unanswered, seconds)
         if answers is not None:
             known_answers.update({(name, digest): name in answers for name, digest in unanswered.items()})
     return importable_by(known_answers, modules)
@@ -82,11 +82,13 @@ def importable_by(known: Mapping[tuple[str, str], bool], modules: Mapping[str, s
     return frozenset(name for name, digest in modules.items() if known.get((name, digest)) and versions[name] == 1)
 
 
-def _ask(spark: SparkSession, modules: Mapping[str, str], seconds: float) -> frozenset[str] | None:
+def _ask_executors(spark: SparkSession, modules: Mapping[str, str], seconds: float) -> frozenset[str] | None:
     """Return the modules that all asked executors can import; None if they did not answer."""
     # Spark spreads the tasks over idle executors.
     tasks = None if is_connect(spark) else min(_MAX_TASKS, spark.sparkContext.defaultParallelism)
-    answers = spark.range(tasks or _MAX_TASKS, numPartitions=tasks).mapInArrow(partial(_answer, dict(modules)), _SCHEMA)
+    answers = spark.range(tasks or _MAX_TASKS, numPartitions=tasks).mapInArrow(
+        partial(_report_modules, dict(modules)), _SCHEMA
+    )
     try:
         rows = run_job(spark, answers.collect, seconds)
     except Exception as error:  # noqa: BLE001 - Spark may raise anything, and sending the code always works
@@ -104,7 +106,7 @@ def _ask(spark: SparkSession, modules: Mapping[str, str], seconds: float) -> fro
     return frozenset.intersection(*(findings.same for findings in reports)) if reports else None
 
 
-def _answer(modules: Mapping[str, str], batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+def _report_modules(modules: Mapping[str, str], batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     for _ in batches:  # Spark requires that the input is read
         continue
     yield pa.RecordBatch.from_pydict({"found": pa.array([pickle.dumps(find_modules(modules))], pa.binary())})
@@ -124,6 +126,6 @@ def _identity(spark: SparkSession) -> str:
 
 
 @lru_cache(maxsize=8)
-def _answers(identity: str) -> dict[tuple[str, str], bool]:  # noqa: ARG001
+def _answers_of_session(identity: str) -> dict[tuple[str, str], bool]:  # noqa: ARG001
     """Return the cache of a session's answers: whether executors can import a module, by its name and digest."""
     return {}

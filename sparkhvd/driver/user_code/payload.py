@@ -38,17 +38,17 @@ def pickle_call(
         raise
     except Exception as error:
         raise LaunchError(
-            f"{_name(fn)} and its arguments cannot be sent to the workers: {type(error).__name__}: "
+            f"{_function_name(fn)} and its arguments cannot be sent to the workers: {type(error).__name__}: "
             f"{str(error).rstrip('.')}. "
             "Create objects that cannot be pickled (sessions, locks, open files) inside fn, or pass them another way."
         ) from error
     if len(payload) > PAYLOAD_CAP_BYTES:
         raise LaunchError(
-            f"{_name(fn)} and its arguments have {len(payload):,} bytes, more than the limit of "
+            f"{_function_name(fn)} and its arguments have {len(payload):,} bytes, more than the limit of "
             f"{PAYLOAD_CAP_BYTES:,}. Write large data to a Store and pass its path."
         )
     return payload
 
 
-def _name(fn: object) -> str:
+def _function_name(fn: object) -> str:
     return str(getattr(fn, "__qualname__", type(fn).__name__))

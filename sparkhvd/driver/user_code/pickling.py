@@ -102,7 +102,7 @@ class Code:
 
     def lacks_names(self) -> bool:
         """Return whether a module was pickled before all the names that the pickled code uses from it were known."""
-        return any(self._used(sys.modules[name]) - names for name, names in self._sent.items())
+        return any(self._used_names(sys.modules[name]) - names for name, names in self._sent.items())
 
     def module_by_value(self, name: str) -> UserModule | None:
         """Return the module if it belongs to the user and is pickled by value; None otherwise."""
@@ -153,10 +153,10 @@ class Code:
 
     def names_of(self, module: ModuleType) -> dict[str, Any]:
         """Return the attributes with which a module is pickled."""
-        names = self._sent[module.__name__] = self._used(module)
+        names = self._sent[module.__name__] = self._used_names(module)
         return {name: vars(module)[name] for name in sorted(names)}
 
-    def _used(self, module: ModuleType) -> set[str]:
+    def _used_names(self, module: ModuleType) -> set[str]:
         return {name for name in self._names & vars(module).keys() if not name.startswith("__")}
 
     def _decide(self, name: str) -> None:

@@ -196,7 +196,7 @@ def _run_host_ranks(assigned: _AssignedTask, own_slots: list[Slot]) -> dict[int,
                 stack.callback(worker.close)
                 worker.output.start()
                 if why := _wrong_number_of_ranks(started, assigned.plan, own_slots):
-                    return {own_slots[0].world.rank: _end(assigned.plan, FailureReport(-1, "", why, kind=LAUNCH))}
+                    return {own_slots[0].world.rank: _end_job(assigned.plan, FailureReport(-1, "", why, kind=LAUNCH))}
             assigned = replace(assigned, plan=_plan_with_started_ranks(assigned, own_slots, list(workers), has_ended))
         except LaunchError:
             return {own_slots[0].world.rank: _not_started(assigned.plan, own_slots, list(workers), service)}
@@ -280,7 +280,7 @@ def _not_started(plan: JobPlan, own_slots: Sequence[Slot], started: Sequence[int
     else:
         report = missing_ranks(own_slots, started)
     patience = 0.0 if ended is None and len(started) < len(own_slots) else _DRIVER_SECONDS
-    return _end(plan, report, patience)
+    return _end_job(plan, report, patience)
 
 
 def missing_ranks(own_slots: Sequence[Slot], started: Sequence[int]) -> FailureReport:
@@ -301,7 +301,7 @@ def missing_ranks(own_slots: Sequence[Slot], started: Sequence[int]) -> FailureR
     return FailureReport(first_missing, host, f"did not start in time: mpirun started {number}")
 
 
-def _end(plan: JobPlan, report: FailureReport, patience: float = 0.0) -> Outcome:
+def _end_job(plan: JobPlan, report: FailureReport, patience: float = 0.0) -> Outcome:
     """Publish ``report`` as the outcome unless another one arrives within ``patience`` seconds; return the outcome."""
     with plan.connect(Deadline.after(NOTE_SECONDS)) as client:
         try:

@@ -46,7 +46,7 @@ class CommandChannel:
         self._lock = threading.Lock()
         self._link: FrameSocket | None = None  # guarded by _lock
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(f"\0{_name(token, rank)}")
+        self._listener.bind(f"\0{_socket_name(token, rank)}")
         self._listener.listen(1)
         self._listener.settimeout(_POLL_SECONDS)
 
@@ -101,15 +101,15 @@ def run_commands(
     context = session.launch_context()
     token, rank = context.token, context.world.rank
     deadline = Deadline.after(context.config.start_timeout)
-    with closing(connect_unix(_name(token, rank), _secret(token, rank), deadline)) as link:
+    with closing(connect_unix(_socket_name(token, rank), _secret(token, rank), deadline)) as link:
         instance = None if executable is None else executable(*args, **kwargs)
         while (command := link.receive(Deadline.after(JOB_SECONDS))) != LEAVE:
             fn, fn_args, fn_kwargs = cloudpickle.loads(memoryview(command)[1:])
             first = (instance,) if command[:1] == EXECUTE else ()
-            link.send(_pickled(fn(*first, *fn_args, **fn_kwargs)), Deadline.after(JOB_SECONDS))
+            link.send(_pickle_result(fn(*first, *fn_args, **fn_kwargs)), Deadline.after(JOB_SECONDS))
 
 
-def _pickled(result: object) -> bytes:
+def _pickle_result(result: object) -> bytes:
     try:
         content = dumps(result)
     except Exception as error:
@@ -122,7 +122,7 @@ def _pickled(result: object) -> bytes:
     return content
 
 
-def _name(token: bytes, rank: int) -> str:
+def _socket_name(token: bytes, rank: int) -> str:
     return f"sparkhvd-{hmac.digest(token, f'socket of rank {rank}'.encode(), hashlib.sha256).hex()[:24]}"
 
 

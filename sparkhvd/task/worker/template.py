@@ -75,7 +75,7 @@ class Origin:
         command: Python and the modules to import.
         environment: all variables except that of the scratch folder.
         folder: the path, device and inode of the current folder, because another folder may get the same path.
-        installed: when packages were last installed or removed; see ``_installed``.
+        installed: when packages were last installed or removed; see ``_install_times``.
         inherited: other state that a process inherits from the thread that starts it, such as limits and the umask.
     """
 
@@ -92,10 +92,10 @@ class Origin:
         in_task = pyspark is not None and pyspark.TaskContext.get() is not None
         variables = frozenset((name, value) for name, value in environment.items() if name != SCRATCH)
         owner = os.getppid() if in_task else os.getpid()
-        installed = _installed(environment.get(IMPORT_PATH, ""))
+        installed = _install_times(environment.get(IMPORT_PATH, ""))
         folder = Path().stat()  # works even after the folder was removed
         location = str(_CURRENT_FOLDER.readlink()), folder.st_dev, folder.st_ino
-        return cls(owner, tuple(command), variables, location, installed, _inherited())
+        return cls(owner, tuple(command), variables, location, installed, _inherited_state())
 
     @property
     def address(self) -> str:
@@ -104,7 +104,7 @@ class Origin:
         return _prefix(self.owner) + hashlib.sha256(state.encode("utf-8", "surrogateescape")).hexdigest()[:32]
 
 
-def _installed(import_path: str) -> tuple[int, ...]:
+def _install_times(import_path: str) -> tuple[int, ...]:
     """Return when the folders with installed packages last changed, in nanoseconds."""
     change_times = []
     for folder in map(Path, sorted({sysconfig.get_path("purelib"), *import_path.split(os.pathsep)})):
@@ -114,7 +114,7 @@ def _installed(import_path: str) -> tuple[int, ...]:
     return tuple(change_times)
 
 
-def _inherited() -> tuple[str, ...]:
+def _inherited_state() -> tuple[str, ...]:
     """Return the state that a process inherits from this thread when the thread starts it."""
     state = [str(os.getpriority(os.PRIO_PROCESS, 0))]
     for name in _INHERITED_FILES:
