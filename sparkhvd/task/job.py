@@ -32,8 +32,8 @@ class Job:
         driver_addresses: the driver's addresses; if empty, output stays in the executors' logs.
         driver_connection: whether every task keeps a connection to the driver, over which tasks exchange introductions
             and each side notices the loss of the other.
-        secret: authenticates connections to the driver; the secret of the ranks is derived from it. It is part of the
-            closure, which is as private as Spark's own channels.
+        secret: authenticates connections to the driver. Barrier and elastic jobs derive the secret that the ranks share
+            from this one. On Spark, it is part of the closure, which is as private as Spark's own channels.
         streamed: the streams (``stdout``, ``stderr``) that go to the driver; the others stay in the executors' logs.
         log_files: the files in a Store that ``stdout`` or ``stderr`` goes to instead of the driver, by stream.
         log_level: the level of the ``sparkhvd`` logger in the workers.

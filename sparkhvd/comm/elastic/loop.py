@@ -26,12 +26,13 @@ Result = TypeVar("Result")
 def run(func: Callable[Concatenate[S, P], Result]) -> Callable[Concatenate[S, P], Result]:
     """Decorate a training function so that it survives changes of the ranks.
 
-    Call the decorated function after ``hvd.init()``, with a state as the first argument, on all ranks. It synchronizes
-    the state and calls ``func``. If a rank is lost, the other ranks return to the state of the last commit; if slots
-    are added or withdrawn, they keep their state. In both cases they reconnect, call the reset callbacks, synchronize
-    the state from a rank that has the newest commit, and call ``func`` again. So ``func`` must continue from the state.
+    Call the decorated function after ``hvd.init()``, with a state as the first argument, on all ranks. The function
+    synchronizes the state and calls ``func``. If a rank is lost, the other ranks return to the state of the last
+    commit. If slots are added or withdrawn, the ranks keep their state. In both cases, the ranks reconnect, call the
+    reset callbacks, synchronize the state from a rank that has the newest commit, and call ``func`` again. So ``func``
+    must continue from the state.
 
-    In a job that is not elastic, it synchronizes the state and calls ``func`` once.
+    In a job that is not elastic, the decorated function synchronizes the state and calls ``func`` once.
 
     Args:
         func: the training function; its first argument is the state.

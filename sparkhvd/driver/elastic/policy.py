@@ -167,7 +167,7 @@ class Notify:
 
 @dataclass(frozen=True)
 class LeaveOut:
-    """End these workers, because their hosts cannot reach others; it counts as a failure of their hosts."""
+    """End these workers, because their hosts cannot reach other hosts; this counts as a failure of their hosts."""
 
     workers: tuple[int, ...]
     why: str
@@ -263,7 +263,7 @@ def _slots(view: View) -> str:
 
 
 def _workers_beyond_capacity(view: View) -> frozenset[int]:
-    """Return the workers whose slots are no longer offered: on each host, those without a state, then the newest."""
+    """Return the workers whose slots are no longer offered. Workers without a state come first, then the newest."""
     leaving: set[int] = set()
     for host in {member.host for member in view.members}:
         members_on_host = sorted(

@@ -18,7 +18,8 @@ _REMEMBERED_COOLDOWNS = 10
 class Cooldown:
     """The time for which no worker is started on a host after a failure.
 
-    It is ``shortest`` seconds after the first failure. Every further failure doubles it, up to ``longest`` seconds.
+    The time is ``shortest`` seconds after the first failure. Every further failure doubles it, up to ``longest``
+    seconds.
     """
 
     shortest: float = 1.0

@@ -66,7 +66,7 @@ class ElasticOptions:
     Attributes:
         launcher: ``spark``, ``local`` or ``ssh``.
         hosts: the hosts of ``ssh``, unless ``discovery`` finds them.
-        access: how to reach them.
+        access: how to reach the hosts.
     """
 
     num_proc: int | None = None
@@ -174,7 +174,7 @@ def run_elastic(  # noqa: PLR0917 - the order of the arguments is Horovod's
             together count once. None means 3. A ``DataError``, ``ParamError`` or ``MismatchError`` ends the job at
             once.
         store: a Store or its URL, where rank 0 publishes commits. If all ranks are lost, new ones resume from the last
-            published commit. All hosts must reach it; the job deletes its commits when it succeeds.
+            published commit. All hosts must reach the Store. A job that succeeds deletes its commits.
         commit_interval: seconds from one published commit to the next; 0 publishes every commit, and makes the
             ranks wait while rank 0 writes.
         executable: the Python interpreter of the ranks; None means the one of this process.

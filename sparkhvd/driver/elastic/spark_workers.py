@@ -84,7 +84,7 @@ class _Lease:
 
 
 class LeaseBook:
-    """The connected leases; a handler of their messages. It never waits.
+    """The connected leases, and the handler of their messages. No method waits.
 
     Args:
         job: the job.
@@ -120,7 +120,7 @@ class LeaseBook:
         return None
 
     def on_ended(self, task: TaskStatus, error: Exception) -> None:
-        """Note that the connection of a task has ended, and with it its worker."""
+        """Note that the connection of a task has ended, which also ends the task's worker."""
         with self._lock:
             lease = self._leases.get(task.task_index)
             if lease is None or lease.attempt != task.attempt:

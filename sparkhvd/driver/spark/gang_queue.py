@@ -140,7 +140,7 @@ class SlotUse:
     tasks: int
 
 
-_queues: WeakValueDictionary[str, GangQueue] = WeakValueDictionary()  # by application; jobs keep theirs alive
+_queues: WeakValueDictionary[str, GangQueue] = WeakValueDictionary()  # by application; its jobs keep a queue alive
 _lock = threading.Lock()
 
 

@@ -58,7 +58,7 @@ def _check_session(spark: SparkSession) -> None:
     """Check that ranks can run with the settings of a session.
 
     Raises:
-        LaunchError: Spark does not run barrier stages with them, or its tasks run in a Python without sparkhvd.
+        LaunchError: Spark runs no barrier stages with these settings, or its tasks run in a Python without sparkhvd.
     """
     _check_dynamic_allocation(spark)
     check_executor_python(spark)

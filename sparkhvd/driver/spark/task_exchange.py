@@ -80,7 +80,7 @@ class TaskExchange:
     Args:
         num_tasks: number of tasks.
         stream: takes the output.
-        seconds: how long after the first connection of an attempt all its tasks must know their ranks.
+        seconds: the time from the first connection of an attempt until all its tasks must know their ranks.
         with_rows: whether the tasks receive rows first, which may take any time. If so, ``seconds`` starts when all
             connected tasks have sent their introductions.
         on_missing: called with the tasks that do not know their ranks in time, and with the host of each, if it is

@@ -1,8 +1,9 @@
 """Warm starts: a process that has imported the frameworks stays behind and forks the workers of later jobs.
 
 This process is the template. The first worker forks it off after its own imports and before it runs any of the user's
-code, so the template has nothing left to import. It serves all tasks of an executor, or all workers of a driver. They
-find it by the name of its socket, which depends on its imports. It ends with the executor or the driver.
+code, so the template has nothing left to import. It serves all tasks of an executor, or the
+driver. Both find a template by the name of its socket, which depends on its imports. A template ends with the executor
+or the driver.
 """
 
 from __future__ import annotations
