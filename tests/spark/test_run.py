@@ -352,7 +352,8 @@ def test_busy_slots_end_in_a_start_timeout_that_leaves_nothing_running(spark):
     try:
         wait_for(lambda: sparkhvd.slots() == SlotUse(total=4, running=(), waiting=(), tasks=4))
         for launcher in ("barrier", "mpi"):
-            importable._answers_of_session.cache_clear()  # so that the executors are asked again which modules they can import
+            # Ask the executors again which modules they can import.
+            importable._answers_of_session.cache_clear()
             with pytest.raises(
                 StartTimeoutError, match=r"Timed out waiting for Spark tasks to start\. .*slots for 4 ranks"
             ):

@@ -263,7 +263,7 @@ def _slots(view: View) -> str:
 
 
 def _workers_beyond_capacity(view: View) -> frozenset[int]:
-    """Return the workers whose slots are no longer offered. Workers without a state come first, then the newest."""
+    """Return the workers whose slots are no longer offered: on each host, stateless workers first, then the newest."""
     leaving: set[int] = set()
     for host in {member.host for member in view.members}:
         members_on_host = sorted(
