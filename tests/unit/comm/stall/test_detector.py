@@ -50,9 +50,9 @@ def group():  # one group per test: the stall check opens connections to the ren
 
 def wait_for(path: Path) -> None:
     """Keep this thread busy in Python code until the path exists."""
-    deadline = Deadline.after(SECONDS)
-    while not path.exists():
-        deadline.check(f"{path}")
+    name, end = str(path), time.monotonic() + SECONDS
+    while not os.access(name, os.F_OK) and time.monotonic() < end:  # no frames of Python functions hide this one
+        pass
 
 
 def next_report(communicator, before=None):
@@ -204,7 +204,7 @@ def test_the_report_names_the_tensor_and_the_missing_rank_with_its_activity(grou
         assert "not submitted by rank 1, while ranks 0, 2 waited" in text
         assert "is alive and waits for nothing; it has completed" in text
         assert "its progress: step 1 of 40" in text
-        assert "while not path.exists():" in text
+        assert "while not os.access(name, os.F_OK)" in text
         assert "step 0 of 40" not in text, "waiting ranks need no description"
 
 
