@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -111,9 +114,52 @@ class SharedMetrics:
                 self._changed.append((part, part.distributed_available_fn))
                 part.dist_sync_fn = gather_over_ranks
                 part.distributed_available_fn = has_other_ranks
+                vars(part)["_sync_dist"] = MethodType(_sync_lists_of_any_length, part)
 
     def close(self) -> None:
         """Restore the metrics."""
         for metric, available in self._changed:
             metric.dist_sync_fn, metric.distributed_available_fn = None, available
+            del metric._sync_dist  # noqa: SLF001  (set above)
         self._changed = []
+
+
+def _sync_lists_of_any_length(metric: Any, dist_sync_fn: Callable[..., Any], process_group: object = None) -> None:
+    """Synchronize a metric as torchmetrics does, also if the lists in its state have different lengths on the ranks.
+
+    torchmetrics gathers a list that it does not concatenate element by element, so a rank with fewer elements would
+    gather something else. Such ranks gather empty tensors instead, which are then removed.
+    """
+    from torchmetrics.utilities import dim_zero_cat  # noqa: PLC0415
+
+    reductions: dict[str, Any] = metric._reductions  # noqa: SLF001
+    lists = {
+        name: value
+        for name, reduction in reductions.items()
+        if reduction is not dim_zero_cat and isinstance(value := getattr(metric, name), list)
+    }
+    lengths = _lengths_on_ranks(lists, process_set_of(process_group or metric.process_group)) if lists else {}
+    for name, of_ranks in lengths.items():
+        padding = [torch.empty(0, device=metric.device)] * (max(of_ranks) - len(lists[name]))
+        setattr(metric, name, [*lists[name], *padding])
+        reductions[name] = partial(_reduced_without_padding, reductions[name], of_ranks)
+    try:
+        type(metric)._sync_dist(metric, dist_sync_fn, process_group)  # noqa: SLF001
+    finally:
+        for name in lengths:
+            reductions[name] = reductions[name].args[0]
+
+
+def _lengths_on_ranks(lists: Mapping[str, list[Any]], process_set: ProcessSet | None) -> dict[str, list[int]]:
+    """Return the lengths of each list on all ranks, if its elements are tensors; collective."""
+    own = {name: len(parts) for name, parts in lists.items() if all(isinstance(part, torch.Tensor) for part in parts)}
+    gathered = hvd.allgather_object(own, name="lengths of a metric's lists", process_set=process_set)
+    return {name: [of_rank[name] for of_rank in gathered] for name in own if all(name in other for other in gathered)}
+
+
+def _reduced_without_padding(
+    reduction: Callable[[list[torch.Tensor]], Any] | None, lengths: Sequence[int], gathered: list[torch.Tensor]
+) -> Any:
+    """Reduce the gathered elements, which alternate between the ranks, without the padding of shorter lists."""
+    elements = [part for index, part in enumerate(gathered) if index // len(lengths) < lengths[index % len(lengths)]]
+    return elements if reduction is None else reduction(elements)

@@ -51,3 +51,35 @@ def test_an_empty_tensor_gets_the_type_of_the_other_ranks(group, empty):
 def test_empty_tensors_of_different_types_get_the_type_of_the_first(group):
     parts = [torch.zeros(0, dtype=torch.int64), torch.zeros(0)]
     assert group.run(gathered, parts) == [[("torch.int64", [])] * 2] * 2
+
+
+def precision_of_queries(updates):
+    """Return the metric over all ranks, each of which makes its own number of updates, and the lists that remain."""
+    from torchmetrics.retrieval import RetrievalMAP  # noqa: PLC0415
+
+    metric = RetrievalMAP()
+    for preds, target, indexes in updates[session.current().world.rank]:
+        metric.update(torch.tensor(preds), torch.tensor(target), torch.tensor(indexes))
+    shared = SharedMetrics(metric)
+    try:
+        copied = metric.clone().compute().item()
+        return metric.compute().item(), copied, len(metric.preds), set(metric._reductions.values())
+    finally:
+        shared.close()
+        assert "_sync_dist" not in vars(metric)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_metric_with_lists_is_computed_although_the_ranks_have_updated_it_unequally_often(group, first):
+    """torchmetrics does not concatenate these lists before it gathers them."""
+    from torchmetrics.retrieval import RetrievalMAP  # noqa: PLC0415
+
+    often = [([0.2, 0.3, 0.5], [False, True, False], [0, 0, 0]), ([0.9, 0.1], [True, True], [1, 1])]
+    for seldom in ([([0.7, 0.4], [False, True], [2, 2])], []):
+        whole = RetrievalMAP()
+        for preds, target, indexes in (*often, *seldom):
+            whole.update(torch.tensor(preds), torch.tensor(target), torch.tensor(indexes))
+        updates = [often, seldom] if first == 0 else [seldom, often]
+        wanted = pytest.approx(whole.compute().item())
+        for rank, result in enumerate(group.run(precision_of_queries, updates)):
+            assert result == (wanted, wanted, len(updates[rank]), {None})
