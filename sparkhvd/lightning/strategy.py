@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Self, cast
 
 import torch
 
@@ -149,6 +149,9 @@ class RankStrategy:
         if fitting:
             self._refuse_unsupported_optimizers()
             self._begin_exchange()
+            interval = getattr(trainer, "_val_check_time_interval", None)  # Lightning has it since version 2.6
+            if interval is not None:
+                trainer._val_check_time_interval = _CommonInterval(interval, self)  # noqa: SLF001
 
     def teardown(self) -> None:
         """Undo all changes of the strategy to the module; the ranks stay connected."""
@@ -266,10 +269,15 @@ class RankStrategy:
         """Return the weight of this rank's buffers in the mean over ranks."""
         return 1.0
 
+    def module_with_buffers(self) -> torch.nn.Module:
+        """Return the module whose buffers are synchronized."""
+        module: torch.nn.Module = self.lightning_module
+        return module
+
     def synchronize_buffers(self) -> None:
         """Average the buffers over the ranks, so that the validated model is the saved one; collective."""
         if self._fitting and not self._is_ending():
-            synchronize_buffers(self.lightning_module, self.weight_of_buffers())
+            synchronize_buffers(self.module_with_buffers(), self.weight_of_buffers())
 
     def on_validation_start(self) -> None:
         """Synchronize buffers, to validate the model that a checkpoint would contain."""
@@ -329,6 +337,20 @@ class RankStrategy:
 
     def model_to_device(self) -> None:
         self.model.to(self.root_device)
+
+
+class _CommonInterval(float):
+    """Seconds between validations. The ranks agree on whether they have passed, because their clocks differ."""
+
+    def __new__(cls, seconds: float, _strategy: RankStrategy) -> Self:
+        return super().__new__(cls, seconds)
+
+    def __init__(self, _seconds: float, strategy: RankStrategy) -> None:
+        self._strategy = strategy
+
+    def __le__(self, elapsed: float) -> bool:
+        """Return whether the interval has passed on any rank; Python calls this for ``elapsed >= interval``."""
+        return self._strategy.reduce_boolean_decision(super().__le__(elapsed), all=False)
 
 
 @contextmanager

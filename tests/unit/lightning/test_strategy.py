@@ -229,6 +229,30 @@ def test_early_stopping_and_the_best_checkpoint_agree_over_ranks(group, tmp_path
     assert [file.name for file in tmp_path.iterdir()] == ["best.ckpt"]
 
 
+def validated_by_time():
+    """Return after which batches the ranks validate at an interval that passes much earlier on rank 0."""
+    from lightning.pytorch import Callback  # noqa: PLC0415
+
+    class Slow(Callback):
+        """Makes the last validation seem long ago on one rank, like a rank that has waited for a slow disk."""
+
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            if (trainer.current_epoch, batch_idx) == (0, 2) and trainer.global_rank == 0:
+                trainer._last_val_time -= 7200.0
+
+        def on_validation_start(self, trainer, module):
+            validations.append((trainer.current_epoch, trainer.fit_loop.batch_idx))
+
+    validations = []
+    more = {"val_check_interval": {"hours": 1}, "num_sanity_val_steps": 0}
+    trained(FLAVOURS[0], simple(FLAVOURS[0]), 8, "sparkhvd", callbacks=[Slow()], **more)
+    return validations
+
+
+def test_ranks_validate_together_if_an_interval_of_time_has_passed_on_one_of_them(group):
+    assert group.run(validated_by_time) == [[(0, 2)]] * SIZE
+
+
 def collected():
     import lightning.pytorch as lightning  # noqa: PLC0415
     from torchmetrics.classification import BinaryAccuracy  # noqa: PLC0415
