@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, prune
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from sparkhvd.comm import session
@@ -37,7 +37,7 @@ def synchronize_buffers(module: torch.nn.Module, weight: float, name: str = "buf
         {key: _array(buffer) for key, buffer in buffers.items()},
         weight,
         means_of_variances=_means_of_variances(buffers),
-        never_averaged=_unit_vectors(module),
+        never_averaged=_unit_vectors_and_masks(module),
         name=name,
     )
     take_buffers(module, {key: torch.from_numpy(array) for key, array in agreed.items()})
@@ -103,15 +103,22 @@ def _means_of_variances(buffers: dict[str, torch.Tensor]) -> dict[str, str]:
     return {variance: mean for variance, mean in pairs.items() if mean in buffers}
 
 
-def _unit_vectors(module: torch.nn.Module) -> set[str]:
-    """Return the vectors of spectral normalizations, which must not be averaged: a mean of unit vectors is shorter."""
-    vectors: set[str] = set()
+def _unit_vectors_and_masks(module: torch.nn.Module) -> set[str]:
+    """Return the buffers whose mean would be meaningless.
+
+    A mean of the unit vectors of a spectral normalization is shorter, and a mean of the masks of pruned weights, which
+    each rank may draw, is not a mask.
+    """
+    buffers: set[str] = set()
     for path, part in module.named_modules():
         names = ["_u", "_v"] if isinstance(part, parametrizations._SpectralNorm) else []  # noqa: SLF001
-        hooks = [hook for hook in part._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)]  # noqa: SLF001
-        names += [f"{hook.name}{end}" for hook in hooks for end in ("_u", "_v")]
-        vectors.update(f"{path}.{name}" if path else name for name in names)
-    return vectors
+        for hook in part._forward_pre_hooks.values():  # noqa: SLF001
+            if isinstance(hook, SpectralNorm):
+                names += [f"{hook.name}_u", f"{hook.name}_v"]
+            elif isinstance(hook, prune.BasePruningMethod):
+                names.append(f"{hook._tensor_name}_mask")  # noqa: SLF001
+        buffers.update(f"{path}.{name}" if path else name for name in names)
+    return buffers
 
 
 def _overwrite(module: torch.nn.Module, key: str, buffer: torch.Tensor | None, value: torch.Tensor) -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, prune
 
 import sparkhvd.torch as hvd
 from sparkhvd.torch.buffers import buffers_unchanged, non_persistent_buffers, synchronize_buffers
@@ -22,6 +22,7 @@ class Keeping(torch.nn.Module):
         super().__init__()
         self.norm = torch.nn.BatchNorm1d(2)
         self.spectral = parametrizations.spectral_norm(torch.nn.Linear(3, 3))
+        self.pruned = prune.random_unstructured(torch.nn.Linear(3, 3), "weight", 4)
         self.register_buffer("brief", torch.full((2,), 1.0 + 2 * rank, dtype=torch.bfloat16))
         self.register_buffer("flag", torch.tensor(rank == 0))
         self.register_buffer("wave", torch.tensor(1j * rank))
@@ -63,6 +64,7 @@ def test_all_ranks_hold_the_same_buffers(group):
     assert len(buffers["grown"]) == 3
     assert buffers["of_rank_0"].tolist() == [1.0]
     assert buffers["norm.num_batches_tracked"].item() == 1
+    assert sorted(buffers["pruned.weight_mask"].flatten().tolist()) == [0.0] * 4 + [1.0] * 5
     for name in ("_u", "_v"):
         assert buffers[f"spectral.parametrizations.weight.0.{name}"].norm().item() == pytest.approx(1.0)
 
