@@ -198,7 +198,7 @@ class TorchTrainer:
             logs = {**record.train, **{f"val_{name}": value for name, value in record.validation.items()}}
             for callback in self._package.callbacks:
                 callback.on_epoch_end(run, epoch, logs)
-            self._attributes.agree()  # only rank 0 makes the checkpoint
+            self._synchronize_state()  # only rank 0 makes the checkpoint
             return run.stop
 
         training = measures.report(session.current())
@@ -249,7 +249,9 @@ class TorchTrainer:
         return measures
 
     def _synchronize_buffers(self) -> None:
-        synchronize_buffers(self._model, self._rows_of_buffers)
+        # A loss may have buffers, too, such as running means of what it has seen.
+        modules = torch.nn.ModuleList([self._model, *self._package.objective.loss_modules()])
+        synchronize_buffers(modules, self._rows_of_buffers)
         self._rows_of_buffers = 0
 
     def _synchronize_state(self) -> None:
@@ -264,6 +266,7 @@ class TorchTrainer:
             for batch in batches:
                 if batch.rows:
                     measures.add_validation(*self._forward.parts(batch), batch.rows)
+                    self._rows_of_buffers += batch.rows  # a loss may also change its buffers here
         return measures
 
     def _adopt(self, optimizer: torch.optim.Optimizer) -> None:

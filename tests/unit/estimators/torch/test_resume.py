@@ -210,6 +210,45 @@ class Growing(torch.nn.Module):
         return functional.cross_entropy(output, label.long().reshape(-1)) * (1 if self.steps is None else self.steps)
 
 
+class Averaging(torch.nn.Module):
+    """A loss that is divided by a running mean of its values, also of those in a validation."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.ones(()))
+
+    def forward(self, output, label):
+        value = functional.cross_entropy(output, label.long().reshape(-1))
+        self.mean = 0.8 * self.mean + 0.2 * value.detach()
+        return value / self.mean
+
+
+def train_with_a_running_mean(sizes):
+    """Return the mean and the parameters of an undisturbed run and of a run in two parts."""
+    world = session.current().world
+    rows, results = source(sizes, world.rank, world.size), []
+    for parts in ((3,), (1, 3)):
+        state, first = None, 0
+        for epochs in parts:
+            model, loss = network(), Averaging()
+            params = {"model": model, "optimizer": OPTIMIZERS["momentum"](model), "loss": loss, "label_cols": ("y",)}
+            trainer = PLUGIN.trainer(PLUGIN.pack({**params, "schema": DATA}), spec(DATA, epochs=epochs), world)
+            if state is not None:
+                trainer.restore(state)
+            trainer.fit(rows, rows, Hooks(first_epoch=first))
+            state, first = hvd.broadcast_object(trainer.state(), 0), epochs
+        results.append((trainer._package.objective.losses[0].mean.item(), flat(trainer._model)))
+    return results
+
+
+def test_a_loss_keeps_a_mean_over_the_rows_of_all_ranks_and_a_resumed_run_continues_with_it(group):
+    results = group.run(train_with_a_running_mean, [(5, 3, 2), (2, 7, 0)] * 3)
+    for undisturbed, resumed in results:
+        assert undisturbed[0] == results[0][0][0], "the ranks divide their losses by different means"
+        assert resumed[0] == undisturbed[0]
+        assert np.array_equal(resumed[1], undisturbed[1])
+
+
 @pytest.mark.parametrize("start", [torch.zeros(()), None])
 def test_a_resumed_run_continues_with_the_buffers_of_its_loss(alone, start):
     def make(epochs):
