@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -95,6 +97,7 @@ class BatchShare:
         weight: factor for the gradient of the mean loss of these rows. It applies before ranks are averaged, and after
             Lightning has divided the loss by the number of batches that it accumulates.
         is_substitute: whether the rank has no rows in this step, so that the batch is a substitute without any effect.
+        is_foreign: whether the batch comes from the user's own loader, so that its rows are unknown.
         factors: factors of a plain module's losses, see ``loss_factors``.
     """
 
@@ -102,6 +105,11 @@ class BatchShare:
     weight: float = 1.0
     is_substitute: bool = False
     factors: LossFactors = None
+    is_foreign: bool = False
+
+
+# The share of a batch that comes from the user's own loader.
+FOREIGN = BatchShare(1, is_foreign=True)
 
 
 class RankLoader:
@@ -111,7 +119,7 @@ class RankLoader:
     previous batch, the rows of the sample, or synthetic rows.
 
     Attributes:
-        share: share of the latest batch in its step.
+        share: share of the latest batch that Lightning has begun in its step.
         batches_left: the steps of a resumed epoch if it has more of them than a whole epoch; None otherwise.
         rows: rows returned in the current epoch.
         waited: seconds spent waiting for rows.
@@ -132,11 +140,13 @@ class RankLoader:
         self._batches: Iterator[LightningBatch] | None = None
         self.epoch: Callable[[], int] = lambda: 0
         self.passes: Callable[[], int] = lambda: 1
+        self.limit: Callable[[], float] = lambda: math.inf  # the batches of an epoch that Lightning uses
         self.on_epoch: Callable[[int], None] = lambda _epoch: None
         self.repeats_first_epoch = False  # as Lightning's overfit_batches requires
         self.used = False
         self.batches_left: int | None = None
         self._resume_position = (-1, 0, 0)
+        self._shares: deque[BatchShare] = deque()  # of the batches that Lightning has fetched but not begun
         self.share, self.rows, self.waited, self.started = BatchShare(), 0, 0.0, time.monotonic()
 
     def __len__(self) -> int:
@@ -147,6 +157,10 @@ class RankLoader:
         self.close()
         self._batches = self._epoch_batches()
         return self._batches
+
+    def begin_batch(self) -> None:
+        """Set ``share`` for the batch that Lightning begins. It may have fetched more, if a wrapper has no length."""
+        self.share = self._shares.popleft() if self._shares else FOREIGN
 
     def begin_within(self, epoch: int, first_step: int, done: int) -> None:
         """Start an epoch that was interrupted in the middle.
@@ -170,6 +184,7 @@ class RankLoader:
         if (close := getattr(self._batches, "close", None)) is not None:
             close()
         self._batches = None
+        self._shares.clear()
 
     def _epoch_batches(self) -> Iterator[LightningBatch]:
         epoch = self.epoch()
@@ -190,18 +205,17 @@ class RankLoader:
                     elif latest_columns is None:
                         latest_columns = self._substitute_rows()
                     self.rows += batch.rows
-                    self.share = BatchShare(
-                        batch.rows, batch.rows * self._size * passes / total, is_substitute, factors
-                    )
+                    weight = batch.rows * self._size * passes / total
+                    self._shares.append(BatchShare(batch.rows, weight, is_substitute, factors))
                     yield self._to_batch(latest_columns)
         finally:
             if (close := getattr(batches, "close", None)) is not None:
                 close()
 
     def _next_group(self, batches: Iterator[Batch], done: int) -> list[Batch]:
-        """Return the batches of one optimizer step; Lightning's steps end at multiples of ``passes``."""
+        """Return the batches of one optimizer step. Steps end at multiples of ``passes``, and at ``limit``."""
         before, passes = time.monotonic(), self.passes()
-        group = list(islice(batches, passes - done % passes))
+        group = list(islice(batches, int(min(passes - done % passes, max(self.limit() - done, 0)))))
         self.waited += time.monotonic() - before
         return group
 

@@ -153,9 +153,9 @@ class PlainSteps:
             metric_state.update(outputs[metric.output].detach().to(self.device), labels[metric.output].to(self.device))
         for name in objective.names():
             if stage == "val":  # separate names, because Lightning keeps one value per name
-                self.log(f"val_{name}", measured[name], on_step=False, on_epoch=True)
+                self.log(f"val_{name}", measured[name], on_step=False, on_epoch=True, batch_size=rows)
             elif name != "loss":
-                self.log(name, measured[name], on_step=False, on_epoch=True)
+                self.log(name, measured[name], on_step=False, on_epoch=True, batch_size=rows)
         return loss
 
 

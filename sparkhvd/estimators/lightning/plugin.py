@@ -300,6 +300,12 @@ def _check_hooks(model: torch.nn.Module, flavour: FlavourName) -> None:
         inherited = getattr(import_lightning(flavour).LightningModule, name)
         if getattr(type(model), name) is inherited and name not in vars(model):
             raise ParamError(f"{type(model).__name__} has no {name}, which Lightning needs for training; define it.")
+    for name in ("training_step", "validation_step"):
+        if "dataloader_iter" in inspect.signature(getattr(model, name)).parameters:
+            raise ParamError(
+                f"{name} of {type(model).__name__} takes a dataloader_iter, from which it fetches batches itself, so "
+                "their weights are not known before the step. Take batch and batch_idx instead."
+            )
 
 
 def _check_trainer_args(trainer_args: Mapping[str, object], params: Mapping[str, object]) -> None:

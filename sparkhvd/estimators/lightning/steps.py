@@ -5,19 +5,23 @@ from __future__ import annotations
 import inspect
 import math
 import re
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
 from sparkhvd.comm import objects, session
+from sparkhvd.comm.collectives.buffers import ReduceOp
+from sparkhvd.config import scratch_folder
 from sparkhvd.errors import DataError
 from sparkhvd.estimators.lightning.attributes import attributes_unchanged
-from sparkhvd.estimators.lightning.batches import BatchShare, RankLoader
+from sparkhvd.estimators.lightning.batches import FOREIGN, BatchShare, RankLoader
 from sparkhvd.estimators.lightning.checkpoint.epoch_values import EpochValues, within_step
 from sparkhvd.estimators.lightning.checkpoint.hot_start import load_earlier_states
 from sparkhvd.estimators.lightning.checkpoint.mid_epoch_resume import (
@@ -33,6 +37,7 @@ from sparkhvd.estimators.torch.checkpoint.safe_state import plain_numbers
 from sparkhvd.estimators.torch.losses.divisors import counted_rows
 from sparkhvd.estimators.torch.renormalization import Renormalization, rows_keep_their_norms
 from sparkhvd.estimators.torch.schedule import RATES, scale_schedule
+from sparkhvd.lightning.reductions import reduce_op as find_reduce_op
 from sparkhvd.torch.buffers import buffers_unchanged, synchronize_buffers
 from sparkhvd.torch.sync_batch_norm import synchronized_layers
 
@@ -82,7 +87,7 @@ class Feed:
     def share(self, stage: str) -> BatchShare:
         """Return this rank's share of the current batch; weight 1 if the rows come from the user's own loader."""
         loader = self.train if stage == "train" else self.validation
-        return loader.share if loader is not None and loader.used else BatchShare(1)
+        return loader.share if loader is not None and loader.used else FOREIGN
 
     def add(self, stage: str, loss: float, rows: int) -> None:
         total, count = self.sums.get(stage, (0.0, 0))
@@ -101,6 +106,8 @@ class EstimatorSteps:
     lr_scheduler_configs: list[LRSchedulerConfig]
     call: ModuleType
     root_device: torch.device
+    is_global_zero: bool
+    reduce_boolean_decision: Callable[..., bool]
     precision_plugin: Precision
     saves_alone = False
     ended = False
@@ -108,6 +115,7 @@ class EstimatorSteps:
     attributes: ChangedAttributes
     frozen: Sequence[str] | None = None  # the parameters to freeze when the run resumes
     _validates_every: float | None = None
+    _weight_of_logged: float | None = None  # the weight of the value that a step is logging
     _renormalization: Renormalization | None = None
 
     def setup(self, trainer: Trainer) -> None:
@@ -130,6 +138,10 @@ class EstimatorSteps:
     def weight_of_buffers(self) -> float:
         """See ``RankStrategy``."""
         return self.feed.rows_of_buffers
+
+    def module_with_buffers(self) -> torch.nn.Module:
+        """See ``RankStrategy``; a loss may have buffers, too, such as running means of what it has seen."""
+        return torch.nn.ModuleList([self.lightning_module, self.losses])
 
     def synchronize_buffers(self) -> None:
         """Synchronize, except while only this rank saves a checkpoint or after the end: rank 0's model is returned."""
@@ -160,23 +172,33 @@ class EstimatorSteps:
     def synchronize_state(self) -> None:
         """Synchronize the ranks' state that goes into a checkpoint; collective."""
         self.synchronize_buffers()
-        self._synchronize_copies()
+        self.synchronize_copies()
         self.attributes.agree()
 
-    def _synchronize_copies(self) -> None:
-        """Synchronize the buffers of modules that callbacks keep, such as moving averages: only rank 0's are saved."""
+    def synchronize_copies(self) -> None:
+        """Synchronize the buffers of modules that callbacks keep, such as moving averages; collective."""
         own = {id(module) for part in (self.lightning_module, self.losses) for module in part.modules()}
         callbacks: Sequence[object] = self.lightning_module.trainer.callbacks  # type: ignore[attr-defined]
         copies = {
-            f"{index} {name.replace('.', ' ')}": value
+            f"{index} {name}".replace(".", " "): module
             for index, callback in enumerate(callbacks)
-            for name, value in vars(callback).items()
-            if isinstance(value, torch.nn.Module) and id(value) not in own
+            for name, module in _modules_in(vars(callback))
+            if id(module) not in own
         }
         names = objects.allgather_object(session.current(), sorted(copies), name="modules of callbacks")
-        if copies and all(other == names[0] for other in names):  # a callback may keep a module on one rank only
-            synchronize_buffers(torch.nn.ModuleDict(copies), self.feed.rows_of_copies, "buffers of callbacks")
+        common = set(names[0]).intersection(*names)  # a callback may keep a module on one rank only
+        if common:
+            modules = {name: copies[name] for name in sorted(common)}
+            synchronize_buffers(torch.nn.ModuleDict(modules), self.feed.rows_of_copies, "buffers of callbacks")
         self.feed.rows_of_copies = 0
+
+    def batch_to_device(self, batch: object, *rest: object, **named: object) -> object:
+        """Move a batch as Lightning begins it, before any of its hooks; its share is now the current one."""
+        loader = self.feed.train if _stage_of(self.lightning_module.trainer) == "train" else self.feed.validation
+        if loader is not None:
+            loader.begin_batch()
+        result: object = super().batch_to_device(batch, *rest, **named)  # type: ignore[misc]
+        return result
 
     def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
         """Complete the preparation of ``on_train_start`` if the run resumes within an epoch."""
@@ -187,6 +209,24 @@ class EstimatorSteps:
             trainer.val_check_batch = self._validates_every
             self.feed.values.restore_metrics(self.lightning_module)
             end_epoch_with_schedulers(trainer)
+
+    @contextmanager
+    def weighting_logged(self, weight: float | None) -> Iterator[None]:
+        """Weight, in this block, the value that is logged for a step in its mean over the ranks."""
+        self._weight_of_logged = weight
+        try:
+            yield
+        finally:
+            self._weight_of_logged = None
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Return the reduction over the ranks, see ``RankStrategy``; the mean of logged values is weighted."""
+        weight = self._weight_of_logged
+        if weight is None or find_reduce_op(reduce_op) is not ReduceOp.AVERAGE:
+            return super().reduce(tensor, group, reduce_op)  # type: ignore[misc]
+        parts = torch.stack([tensor * weight, torch.full_like(tensor, float(weight))])
+        total, weights = super().reduce(parts, group, "sum")  # type: ignore[misc]
+        return torch.where(weights > 0, total / weights, tensor)
 
     def training_step(self, *batch: object, **named: object) -> object:
         return self._step("train", super().training_step, batch, named)  # type: ignore[misc]
@@ -201,6 +241,17 @@ class EstimatorSteps:
             load_earlier_states(self.optimizers, self.earlier_optimizers, schedulers)
         if self.lr_scale != 1.0:
             scale_lr(self.optimizers, schedulers, self.lr_scale)
+
+    def load_checkpoint(self, checkpoint_path: str | Path, *rest: object, **named: object) -> dict[str, Any]:
+        """Load a checkpoint, also one that only rank 0's host has, such as LearningRateFinder's; collective."""
+        path = Path(checkpoint_path)
+        with tempfile.TemporaryDirectory(prefix="sparkhvd-checkpoint-", dir=scratch_folder()) as folder:
+            if not self.reduce_boolean_decision(path.is_file()):
+                content = path.read_bytes() if self.is_global_zero else b""
+                path = Path(folder) / path.name
+                path.write_bytes(objects.broadcast_object(session.current(), content, 0, name="checkpoint of rank 0"))
+            loaded: dict[str, Any] = super().load_checkpoint(path, *rest, **named)  # type: ignore[misc]
+            return loaded
 
     def load_model_state_dict(self, checkpoint: dict[str, Any], *rest: object, **named: object) -> None:
         """Load the weights in the Trainer's precision, which Lightning sets only later, and restore the pruning."""
@@ -259,8 +310,8 @@ class EstimatorSteps:
         if share.is_substitute:
             with preserved_state(self.lightning_module, stage), buffers_unchanged(self.losses):
                 return step(*batch, **named)
+        self.feed.rows_of_buffers += share.rows  # in a validation too, where a loss may change its buffers
         if stage == "train":
-            self.feed.rows_of_buffers += share.rows
             self.feed.rows_of_copies += share.rows
         try:
             result = step(*batch, **named)
@@ -276,6 +327,19 @@ class EstimatorSteps:
                 self.feed.loss = value
             self.feed.add(stage, value, counted_rows(share.rows, share.factors))
         return result
+
+
+def _modules_in(values: Mapping[str, object]) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yield the modules among some values, and those in lists and dicts among the values, with their names."""
+    for name, value in values.items():
+        parts: Iterable[tuple[object, object]] = ()
+        if isinstance(value, torch.nn.Module):
+            yield name, value
+        elif isinstance(value, Mapping):
+            parts = value.items()
+        elif isinstance(value, list | tuple):
+            parts = enumerate(value)
+        yield from ((f"{name} {key}", part) for key, part in parts if isinstance(part, torch.nn.Module))
 
 
 @contextmanager
@@ -301,6 +365,10 @@ def preserved_state(module: torch.nn.Module, stage: str) -> Iterator[None]:
             layer.counts_rows = True
 
 
+def _stage_of(trainer: Trainer) -> str:
+    return "validation" if trainer.validating or trainer.sanity_checking else "train"
+
+
 def strategy_of(trainer: Trainer) -> EstimatorSteps:
     """Return the strategy of an estimator's Trainer."""
     strategy: object = trainer.strategy
@@ -323,7 +391,7 @@ class DistributedLog:
             names = list(inspect.signature(self._log).parameters)[2:]
             options = {**dict(zip(names, rest, strict=False)), **options}
         trainer = self._module.trainer
-        stage = "validation" if trainer.validating or trainer.sanity_checking else "train"
+        stage = _stage_of(trainer)
         in_step = within_step(self._module._current_fx_name or "")  # noqa: SLF001  (Lightning uses it for this decision, too)
         on_epoch = options.get("on_epoch")
         on_epoch = not (in_step and stage == "train") if on_epoch is None else on_epoch
@@ -333,13 +401,14 @@ class DistributedLog:
             self._feed.logged[stage].add(name)
             options["sync_dist"] = True
         share = self._feed.share(stage)
-        if in_step and (share.is_substitute or options.get("batch_size") is None):
+        if in_step and (share.is_substitute or (options.get("batch_size") is None and not share.is_foreign)):
             options["batch_size"] = share.rows
         if in_step and share.is_substitute:
             value = _neutral_element(value, options.get("reduce_fx", "mean"))
         elif in_step and options.get("batch_size") == 0:
             value = _finite(value)  # a mean over no rows is NaN, and so is 0 times NaN
-        self._log(name, value, **options)
+        with strategy_of(trainer).weighting_logged(options.get("batch_size") if in_step else None):
+            self._log(name, value, **options)
         if stage == "train":
             self._feed.values.add_logged(trainer)
 

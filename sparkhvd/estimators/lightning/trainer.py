@@ -6,11 +6,12 @@ import contextlib
 import inspect
 import io
 import logging
+import math
 import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -116,6 +117,7 @@ class LightningTrainer:
             trainer = self._trainer = self._create_trainer(feed, hooks, Path(folder))
             feed.train.epoch = lambda: int(trainer.current_epoch)
             feed.train.passes = lambda: int(trainer.accumulate_grad_batches)
+            feed.train.limit = lambda: float(trainer.num_training_batches)
             feed.train.on_epoch = partial(self._seed, hooks)
             feed.train.repeats_first_epoch = bool(self._package.trainer_args.get("overfit_batches"))
             if validation is not None:
@@ -136,6 +138,7 @@ class LightningTrainer:
     def export(self, folder: Path) -> None:
         """Write the model, a Lightning checkpoint, and the files of loggers."""
         self._module.cpu().eval()
+        self._end_averaging()
         self._save(folder / CHECKPOINT)
         # Another fit of the exported model would scale the learning rate again.
         optimizers, scale = self._trainer.optimizers, self._trainer.strategy.lr_scale
@@ -146,6 +149,13 @@ class LightningTrainer:
             scale_lr(optimizers, [], scale)
         if self._logs is not None:
             (folder / LOGS).write_bytes(self._logs)
+
+    def _end_averaging(self) -> None:
+        """Let Lightning's averaging callbacks save the module itself: it has their average, or the best epoch's."""
+        averaging = getattr(self._lightning.callbacks, "WeightAveraging", ())  # Lightning has it since version 2.6
+        for callback in vars(self._trainer)["callbacks"]:  # Lightning does not declare the attribute
+            if isinstance(callback, averaging):
+                vars(callback)["_average_model"] = None
 
     def _export_with(self, optimizers: list[torch.optim.Optimizer], folder: Path) -> None:
         model, inputs = self._package.model, self._package.inputs(self._spec.schema)
@@ -317,6 +327,12 @@ class SharedValues:
     read the metrics on all ranks, later callbacks such as progress bars may read them on one rank alone.
     """
 
+    def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:  # noqa: ARG002
+        """Synchronize buffers, also those of moving averages, before a later callback exchanges the two."""
+        strategy = strategy_of(trainer)
+        strategy.synchronize_buffers()
+        strategy.synchronize_copies()
+
     def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:  # noqa: ARG002
         _ = trainer.callback_metrics
 
@@ -385,8 +401,24 @@ class RunCallback:
             "masks": pruning_masks(self._trainer.lightning_module),
             "gradients": _manual_gradients(self._trainer.lightning_module),
             "will_stop": self._trainer.should_stop and not _is_stopped(self._trainer),
+            "validation": self._last_validation(),
             "attributes": strategy_of(self._trainer).attributes.state(),
         }
+
+    def _last_validation(self) -> State | None:
+        """Return the values of the last validation in the epoch so far; None without a validation."""
+        if not self._feed.validated:
+            return None
+        names = [sorted(names["validation"]) for names in (self._feed.logged, self._feed.rank_zero_logged)]
+        return {"metrics": self._validation_metrics, "logged": names[0], "rank_zero_logged": names[1]}
+
+    def _take_validation(self, state: State) -> None:
+        """Continue an epoch that had a validation before the interruption: the rest may have none."""
+        feed = self._feed
+        feed.validated, feed.sums["validation"] = True, feed.values.validation
+        feed.logged["validation"].update(state["logged"])
+        feed.rank_zero_logged["validation"].update(state["rank_zero_logged"])
+        self._validation_metrics = state["metrics"]
 
     def on_load_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: State) -> None:  # noqa: ARG002
         # The learning rate finder ran when the run began. Running it again would lose the resumed state.
@@ -409,6 +441,11 @@ class RunCallback:
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         """Restore the loaded state, and step the schedulers that read a metric: they step only after a checkpoint."""
+        if math.isinf(trainer.num_training_batches):
+            raise ParamError(
+                "The training loader of data_module has no length, which the estimator needs to report steps and to "
+                "resume. Define __len__; a wrapper returns the len() of the loader that is passed to data_module."
+            )
         self._optimizer_steps = int(trainer.global_step)
         if self.batches_left is not None:  # not earlier: learning rate schedules are made for whole epochs
             self._feed.train.batches_left, self.batches_left = self.batches_left, None
@@ -428,6 +465,8 @@ class RunCallback:
         _take_gradients(module, self._loaded.get("gradients", {}))
         # If min_epochs or min_steps delays a stop by a callback, Lightning does not save that the training will stop.
         trainer.should_stop = trainer.should_stop or self._loaded.get("will_stop", False)
+        if (validation := self._loaded.get("validation")) is not None:
+            self._take_validation(validation)
         # Schedulers and callbacks may read the metrics of an earlier epoch.
         trainer.callback_metrics.update({name: torch.tensor(value) for name, value in self._loaded["metrics"].items()})
         batches = self._loaded.get("batches", 0)
@@ -443,7 +482,11 @@ class RunCallback:
         self._loaded = {}
 
     def setup(self, trainer: Trainer, module: LightningModule, stage: str) -> None:  # noqa: ARG002
+        """Become the last callback: Lightning has added the module's own ``ModelCheckpoint`` after this one."""
         self._trainer = trainer
+        attributes = vars(trainer)  # Lightning does not declare the list of callbacks
+        # A new list, because Lightning is iterating over the present one.
+        attributes["callbacks"] = [*(other for other in attributes["callbacks"] if other is not self), self]
 
     def on_train_epoch_start(self, trainer: Trainer, module: LightningModule) -> None:  # noqa: ARG002
         """Discard the sums of trial steps, such as LearningRateFinder's: Lightning has restored the model since."""
@@ -473,7 +516,7 @@ class RunCallback:
             lambda: random_state(trainer.strategy.root_device),
             whole=stepped and not validates_after(trainer, self._batches) and not self._ends_at_this_batch(),
             synchronize=strategy_of(trainer).synchronize_state,
-            metrics=lambda: feed.values.state(trainer),
+            metrics=lambda: feed.values.state(trainer, feed.sums.get("validation", (0.0, 0))),
         )
         self._hooks.on_step_end(report, self._owner)
 
@@ -523,10 +566,10 @@ class RunCallback:
         """Return the values logged for the epoch; they cover all ranks, so every rank reports the same mean."""
         shared = self._feed.logged[stage]
         known = self._metrics if stage == "train" else self._validation_metrics
-        own = {name: known[name] for name in self._feed.rank_zero_logged[stage] - shared if name in known}
+        own = _known_values(known, self._feed.rank_zero_logged[stage] - shared)
         # Other ranks may not even know the names that only rank 0 logs.
         own = objects.broadcast_object(session.current(), own, 0, name=f"values that only rank 0 logs in {stage}")
-        values = own | {name: known[name] for name in shared if name in known}
+        values = own | _known_values(known, shared)
         short = {name: _short_name(name, values) if stage == "validation" else name for name in sorted(values)}
         return {short[name]: (values[name] * rows, rows) for name in short}
 
@@ -534,6 +577,11 @@ class RunCallback:
         seconds = max(self._last_batch_ended - self._feed.train.started, 0.0)
         waited, communicated = self._feed.train.waited, self._feed.communicated
         return StepTimes(waited, max(seconds - waited - communicated, 0.0), communicated)
+
+
+def _known_values(known: Mapping[str, float], names: Collection[str]) -> dict[str, float]:
+    """Return the values that were logged under some names; with several loaders, Lightning appends their numbers."""
+    return {name: value for name, value in known.items() if name.partition("/dataloader_idx_")[0] in names}
 
 
 def _short_name(name: str, names: Mapping[str, float]) -> str:

@@ -31,6 +31,10 @@ class EpochValues:
         earlier: the results of ``state`` on the ranks that trained the earlier part; empty if there is none.
         rank: this rank.
         size: the number of ranks.
+
+    Attributes:
+        validation: sum and number of the losses of the last validation before the interruption, for this rank to report
+            unless the rest of the epoch is validated, too.
     """
 
     def __init__(self, earlier: Sequence[bytes], rank: int, size: int) -> None:
@@ -39,12 +43,20 @@ class EpochValues:
         self._size = size
         # The logged values that are not added yet, by Lightning's keys; Lightning knows a value from its first use.
         self._logged: dict[str, list[dict[str, Any]]] = {}
-        for state in self._earlier[rank::size]:
+        own = self._earlier[rank::size]
+        for state in own:
             for key, values in state["logged"].items():
                 self._logged.setdefault(key, []).extend(values)
+        totals, rows = zip((0.0, 0), *(state.get("validation", (0.0, 0)) for state in own), strict=True)
+        self.validation = (sum(totals), sum(rows))
 
-    def state(self, trainer: Trainer) -> bytes:
-        """Return the values of this rank in the epoch so far, with the values that it has taken over."""
+    def state(self, trainer: Trainer, validation: tuple[float, int]) -> bytes:
+        """Return the values of this rank in the epoch so far, with the values that it has taken over.
+
+        Args:
+            trainer: Lightning's Trainer.
+            validation: sum and number of the losses of the last validation; zeros without a validation.
+        """
         module = trainer.lightning_module
         modules: Iterator[Any] = module.modules()
         for part in modules:
@@ -56,7 +68,7 @@ class EpochValues:
             if _accumulates(value) and not value.has_reset
         }
         logged.update(self._logged)
-        return to_bytes({"metrics": states_of(module), "logged": logged})
+        return to_bytes({"metrics": states_of(module), "logged": logged, "validation": validation})
 
     def restore_metrics(self, module: LightningModule) -> None:
         """Continue the torchmetrics of the module with their earlier states; one rank takes each state."""

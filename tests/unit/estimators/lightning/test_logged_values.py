@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from sparkhvd.comm import session
 from sparkhvd.comm.collectives.buffers import ReduceOp
+from sparkhvd.errors import ParamError
 from sparkhvd.estimators.training.history import average_over_ranks
 from tests.unit.estimators.arrays import Hooks, spec
 from tests.unit.estimators.interruptions import assert_equal_values, values_of_epochs
@@ -128,6 +130,117 @@ def test_the_batch_of_a_rank_without_rows_does_not_count_in_logged_sums_and_extr
         assert record.validation["rows"] == count
         extremes = (record.validation["fewest"], record.validation["most"])
         assert extremes == pytest.approx((column.min(), column.max()))
+
+
+def logged_by_step(sizes):
+    """Return the values that steps log, as all ranks read them, and the means over the rows of all ranks."""
+    from lightning.pytorch import Callback  # noqa: PLC0415
+
+    class Reading(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            values.append((float(trainer.callback_metrics["twice_step"]), float(trainer.callback_metrics["count"])))
+            rows_of_step = sizes[batch_idx][rank]
+            own.append((rows_of_step * 2 * float(outputs["loss"]), rows_of_step))
+
+    class Masking(type(module())):
+        def training_step(self, batch, index):
+            mask = batch["x"][:, 0] > 0
+            self.log(
+                "count", mask.sum().float(), batch_size=int(mask.sum()), on_step=True, on_epoch=False, sync_dist=True
+            )
+            return super().training_step(batch, index)
+
+    rank, values, own = session.current().world.rank, [], []
+    trainer_of(Masking(), callbacks=[Reading()]).fit(source(sizes, rank), None, Hooks())
+    totals = session.current().allreduce(np.array(own), ReduceOp.SUM, name="wanted")
+    return values, (totals[:, 0] / totals[:, 1]).tolist()
+
+
+def test_a_value_that_is_logged_for_a_step_is_the_mean_over_the_rows_of_all_ranks(group):
+    columns, masked, start = rows(sum(map(sum, SOME_EMPTY)))["x"][:, 0] > 0, [], 0
+    for step in SOME_EMPTY:
+        ends = np.cumsum((start, *step))
+        counts = [int(columns[first:last].sum()) for first, last in pairwise(ends)]
+        masked.append(np.average(counts, weights=counts) if any(counts) else 0.0)
+        start = ends[-1]
+    for values, wanted in group.run(logged_by_step, SOME_EMPTY):
+        assert [value for value, _ in values] == pytest.approx(wanted, rel=1e-5)
+        assert [value for _, value in values] == pytest.approx(masked)
+
+
+class Wrapped:
+    """A loader without a length, so that Lightning fetches a batch ahead to know which one is the last."""
+
+    def __init__(self, loader):
+        self.loader = loader
+
+    def __iter__(self):
+        return iter(self.loader)
+
+
+def validated_with(loaders, sizes):
+    """Return the record of an epoch whose validation uses the result of ``loaders`` for the rank's loader."""
+    from lightning.pytorch import LightningDataModule  # noqa: PLC0415
+
+    class Data(LightningDataModule):
+        def __init__(self, train, validation):
+            super().__init__()
+            self.train_dataloader = lambda: train
+            self.val_dataloader = lambda: loaders(validation)
+
+    class Validated(type(module())):
+        def validation_step(self, batch, index, dataloader_idx=0):
+            self.log("rows", float(len(batch["y"])), reduce_fx="sum")
+            return super().validation_step(batch, index)
+
+    rank, hooks = session.current().world.rank, Hooks()
+    trainer_of(Validated(), data_module=Data).fit(source(sizes, rank), source(sizes, rank), hooks)
+    return average_over_ranks(hooks.reports[-1], session.current()).validation
+
+
+def test_a_validation_loader_may_be_wrapped_without_a_length(group):
+    for wanted, values in zip(
+        group.run(validated_with, lambda loader: loader, SOME_EMPTY),
+        group.run(validated_with, Wrapped, SOME_EMPTY),
+        strict=True,
+    ):
+        assert values == pytest.approx(wanted, rel=1e-6)
+        assert values["rows"] == sum(map(sum, SOME_EMPTY))
+
+
+def and_other_rows(loader):
+    others = [{"x": torch.ones(6), "y": 1}] * 5
+    return [loader, torch.utils.data.DataLoader(others, batch_size=3)]
+
+
+def test_a_validation_may_also_use_a_loader_of_other_rows(group):
+    """On one rank, the last batch of the estimator's loader has no rows."""
+    (wanted, _), (values, other_values) = (
+        group.run(validated_with, loaders, SOME_EMPTY) for loaders in (lambda loader: loader, and_other_rows)
+    )
+    assert values == pytest.approx(other_values)
+    assert values["loss/dataloader_idx_0"] == pytest.approx(wanted["loss"], rel=1e-6)
+    assert values["rows/dataloader_idx_0"] == sum(map(sum, SOME_EMPTY))
+    assert values["rows/dataloader_idx_1"] == 6, "Lightning gives each rank three of the five rows"
+
+
+def error_without_a_length():
+    from lightning.pytorch import LightningDataModule  # noqa: PLC0415
+
+    class Data(LightningDataModule):
+        def __init__(self, train, _validation):
+            super().__init__()
+            self.train_dataloader = lambda: Wrapped(train)
+
+    with pytest.raises(ParamError) as error:
+        trainer_of(module(), data_module=Data).fit(source(EVEN, session.current().world.rank), None, Hooks())
+    return str(error.value)
+
+
+def test_a_training_loader_without_a_length_is_refused_with_a_remedy(group):
+    for message in group.run(error_without_a_length):
+        assert message.startswith("The training loader of data_module has no length,")
+        assert "Define __len__;" in message
 
 
 def collected_by_hand(sizes):
@@ -310,3 +423,27 @@ def test_the_values_of_an_interrupted_epoch_are_over_all_of_its_rows(group, inte
     for undisturbed, resumed in group.run(logged_in_interrupted_epochs, interruptions):
         assert_equal_values(undisturbed, resumed, rel=1e-5)
         assert {"f1", "auroc", "sum", "max", "of rank 0", "MulticlassRecall"} <= set(resumed[0][0])
+
+
+def values_with_early_validations(interruptions):
+    class Validated(type(module())):
+        def validation_step(self, batch, index):
+            self.log("val_most", batch["x"].max(), reduce_fx="max")
+            if self.trainer.is_global_zero:
+                self.log("val_first", 1.0 + self.current_epoch, rank_zero_only=True)
+            return super().validation_step(batch, index)
+
+    how, rank = spec(DATA, 2), session.current().world.rank
+    rows_of_rank = source([*SOME_EMPTY, *SOME_EMPTY], rank)
+    arguments = {"val_check_interval": 5}
+    return values_of_epochs(
+        lambda: trainer_of(Validated(), 2, trainer_args=arguments), rows_of_rank, how, interruptions
+    )
+
+
+@pytest.mark.parametrize("interruptions", [[(0, 12)], [(1, 6), (1, 13)]], ids=["once", "twice in an epoch"])
+def test_an_interrupted_epoch_has_the_values_of_a_validation_before_the_interruption(group, interruptions):
+    """The epochs have 14 batches, and the last validation of each is after the tenth."""
+    for undisturbed, resumed in group.run(values_with_early_validations, interruptions):
+        assert_equal_values(undisturbed, resumed, rel=1e-5)
+        assert set(resumed[1][1]) == {"loss", "most", "first"}

@@ -35,12 +35,21 @@ def lbfgs_with_schedule(model):
     return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)}
 
 
+def iterating():
+    class Iterating(type(module())):
+        def training_step(self, dataloader_iter):
+            return super().training_step(*next(dataloader_iter)[:2])
+
+    return Iterating()
+
+
 # Modules that are refused, or only look as if they should be.
 ADAPTED = {
     "lazy": lazy,
     "lazy until setup": lambda: lazy(setup=lambda model, stage: model.layers(torch.zeros(2, 6))),
     "complex": lambda: module().to(torch.complex64),
     "lbfgs": lambda: created_by_hook(lbfgs_with_schedule),
+    "iterating": iterating,
     "needs a trainer": lambda: created_by_hook(lambda model: model.trainer.estimated_stepping_batches),
 }
 
@@ -109,6 +118,7 @@ def refused(more):
         ({"label_cols": ("y",)}, [(3,)]),
         ({"model": "plain", "closure": True}, "LBFGS decides from the loss of its own rank"),
         ({"model": "lbfgs"}, "LBFGS decides from the loss of its own rank how many evaluations a step takes"),
+        ({"model": "iterating"}, "training_step of Iterating takes a dataloader_iter, from which it fetches batches"),
         ({"model": "needs a trainer"}, [(3,)]),
         ({"model": "lazy"}, "parameters ['layers.weight', 'layers.bias'] have no shape and no values yet. Call the"),
         ({"model": "lazy until setup"}, [(3,)]),

@@ -41,19 +41,23 @@ class Keeping(Hooks):
         return super().on_epoch_end(report, trainer)
 
 
-def continued(kind, keeps_best=False):
+def continued(kind, keeps_best=""):
     """Return the parameters of an uninterrupted run of four epochs, and of one that stops after two and resumes."""
     from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: PLC0415
 
     import sparkhvd.torch as hvd  # noqa: PLC0415
 
     rank, results = session.current().world.rank, []
-    for stops in ((1,), (4,), (2, 3, 4)) if keeps_best else ((4,), (2, 4)):
+    for stops in ((1,), (4,), (1, 2, 4)) if keeps_best else ((4,), (2, 4)):
         state, first = None, 0
         for epochs in stops:
             # The loss falls, so the first epoch has the highest loss, which counts as the best.
             best = [ModelCheckpoint(monitor="val_loss", mode="max", save_top_k=2)] if keeps_best else []
-            trainer, hooks = trainer_of(module(kind), epochs, callbacks=best), Keeping(first_epoch=first)
+            model = module(kind)
+            if keeps_best == "module":
+                model.configure_callbacks = best.copy
+            trainer = trainer_of(model, epochs, callbacks=[] if keeps_best == "module" else best)
+            hooks = Keeping(first_epoch=first)
             if state is not None:
                 trainer.restore(state)
             trainer.fit(source(EVEN, rank), source(EVEN, rank), hooks)
@@ -63,8 +67,10 @@ def continued(kind, keeps_best=False):
     return results
 
 
-def test_a_resumed_run_returns_the_best_epoch_of_all(group):
-    first, undisturbed, resumed = group.run(continued, "with objects", True)[0]
+@pytest.mark.parametrize("owner", ["estimator", "module"])
+def test_a_resumed_run_returns_the_best_epoch_of_all(group, owner):
+    """The callback that chooses it is a parameter of the estimator, or the module configures it."""
+    first, undisturbed, resumed = group.run(continued, "with objects", owner)[0]
     assert np.array_equal(first, undisturbed)
     assert np.array_equal(first, resumed)
 
@@ -699,13 +705,18 @@ def resumed_with_a_fading_loss(sizes):
     return results
 
 
-def test_the_buffers_of_a_plain_modules_loss_resume_and_ignore_steps_without_rows(group):
+def test_the_buffers_of_a_plain_modules_loss_are_those_of_all_ranks_rows_and_resume(group):
     for undisturbed, resumed in group.run(resumed_with_a_fading_loss, EVEN):
         assert undisturbed[0] == pytest.approx(0.9 ** (2 * len(EVEN)))
         assert resumed[0] == undisturbed[0]
         assert np.array_equal(resumed[1], undisturbed[1])
-    for rank, ((weight, _), _) in enumerate(group.run(resumed_with_a_fading_loss, SOME_EMPTY)):
-        assert weight == pytest.approx(0.9 ** (2 * sum(step[rank] > 0 for step in SOME_EMPTY)))
+    # A rank without rows in a step leaves its buffer alone. The ranks' buffers are averaged at the end of an epoch.
+    rows_of_ranks = np.sum(SOME_EMPTY, axis=0)
+    weights = [0.9 ** sum(step[rank] > 0 for step in SOME_EMPTY) for rank in range(SIZE)]
+    for undisturbed, resumed in group.run(resumed_with_a_fading_loss, SOME_EMPTY):
+        assert undisturbed[0] == pytest.approx(np.average(weights, weights=rows_of_ranks) ** 2)
+        assert resumed[0] == undisturbed[0]
+        assert np.array_equal(resumed[1], undisturbed[1])
 
 
 def continued_with_pruning(permanent, lottery):
@@ -741,6 +752,32 @@ def test_weights_that_were_pruned_stay_pruned_in_a_resumed_run(group, permanent,
         assert np.mean(undisturbed[0] == 0) == pytest.approx(0.51, abs=0.02)
         for one, other in zip(undisturbed, resumed, strict=True):
             assert np.array_equal(one, other)
+
+
+def pruned_by_chance():
+    """Return a mask of a run that prunes weights at random after each epoch, and the fraction of the weights left."""
+    from lightning.pytorch.callbacks import ModelPruning  # noqa: PLC0415
+
+    pruning = ModelPruning("random_unstructured", amount=lambda epoch: 0.5 if epoch == 0 else 0)
+    rank, masks = session.current().world.rank, []
+
+    class Masks(Hooks):
+        def on_epoch_end(self, report, trainer):
+            masks.append(trainer._module.layers[0].weight_mask.numpy().copy())
+            return super().on_epoch_end(report, trainer)
+
+    trainer = trainer_of(module(), 2, callbacks=[pruning])
+    trainer.fit(source(EVEN, rank), source(EVEN, rank), Masks())
+    return masks, float((trainer._package.model.layers[0].weight != 0).float().mean())
+
+
+def test_weights_that_a_callback_prunes_at_random_are_the_same_on_all_ranks(group):
+    (masks, left), (other_masks, _) = group.run(pruned_by_chance)
+    for mask, other in zip(masks, other_masks, strict=True):
+        assert np.array_equal(mask, masks[0])
+        assert np.array_equal(mask, other)
+        assert set(mask.flatten().tolist()) == {0.0, 1.0}
+    assert left == pytest.approx(0.5, abs=0.02)
 
 
 def continued_in_double_precision():

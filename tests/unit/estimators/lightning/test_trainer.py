@@ -199,11 +199,63 @@ def test_a_validation_measures_the_returned_model_even_if_a_callback_replaces_it
         assert loss == pytest.approx(wanted, rel=1e-6)
 
 
+def averaged_statistics(sizes):
+    """Return the state of the model that a callback has averaged, without and with validations."""
+    from lightning.pytorch.callbacks import EMAWeightAveraging  # noqa: PLC0415
+
+    rank, states = session.current().world.rank, []
+    for validation in (None, source(sizes, rank)):
+        trainer = trainer_of(module("normalizing"), 2, callbacks=[EMAWeightAveraging(decay=0.9)])
+        trainer.fit(source(sizes, rank), validation, Hooks())
+        states.append({name: value.numpy() for name, value in trainer._package.model.state_dict().items()})
+    return states
+
+
+def test_a_validation_leaves_averages_of_running_statistics_alone_if_only_one_rank_has_rows(group):
+    for alone, validated in group.run(averaged_statistics, [(4, 0)] * 6):
+        for name, value in alone.items():
+            assert np.allclose(value, validated[name], rtol=1e-6), name
+
+
+def kept_by_callbacks(sizes):
+    """Return the statistics of the rows in modules that a callback keeps."""
+    from lightning.pytorch import Callback  # noqa: PLC0415
+
+    class Keeping(Callback):
+        def setup(self, trainer, module, stage):
+            self.kept = {"norm": torch.nn.BatchNorm1d(6, momentum=1.0, dtype=torch.float64)}
+            if trainer.is_global_zero:
+                self.alone = torch.nn.Linear(2, 2)
+
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            if sizes[batch_idx][rank]:
+                self.kept["norm"](batch["x"].double())
+
+    rank = session.current().world.rank
+    trainer = trainer_of(module(), callbacks=[Keeping()])
+    trainer.fit(source(sizes, rank), None, Hooks())
+    return trainer._package.callbacks[0].kept["norm"].running_mean.numpy()
+
+
+def test_the_buffers_of_modules_that_callbacks_keep_are_averaged_although_one_rank_keeps_another_module(group):
+    wanted = rows(8)["x"].mean(axis=0)
+    for mean in group.run(kept_by_callbacks, [(6, 2)]):
+        assert mean == pytest.approx(wanted, abs=1e-6)
+
+
 def test_accumulated_and_clipped_batches_make_one_larger_batch_even_at_the_end_of_the_epoch(group):
     """Seven is not a multiple of three, so the last batch is a step of its own."""
     each = [sum(step) for step in SOME_EMPTY]
     wanted, *_ = trained_plainly([sum(each[i : i + 3]) for i in range(0, 7, 3)], clip=0.2)
     arguments = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.2}
+    for parameters, _ in group.run(trained, SOME_EMPTY, "simple", 1, {"trainer_args": arguments}):
+        assert relative_error(parameters, wanted) < 1e-5
+
+
+def test_the_last_step_of_an_epoch_with_a_limit_is_the_mean_over_its_own_rows(group):
+    each = [sum(step) for step in SOME_EMPTY]
+    wanted, *_ = trained_plainly([sum(each[:3]), sum(each[3:5])])
+    arguments = {"accumulate_grad_batches": 3, "limit_train_batches": 5}
     for parameters, _ in group.run(trained, SOME_EMPTY, "simple", 1, {"trainer_args": arguments}):
         assert relative_error(parameters, wanted) < 1e-5
 
@@ -420,6 +472,51 @@ def test_callbacks_agree_loggers_write_and_the_files_open_without_spark(group, t
     assert same, "the predictor and the module of the checkpoint differ"
     names = zipfile.ZipFile(tmp_path / "logs.zip").namelist()
     assert any(name.endswith("metrics.csv") for name in names), names
+
+
+def rate_found_without_a_shared_folder():
+    """Find a learning rate where Lightning's path of the saved weights leads to a file on rank 0 only."""
+    from lightning.pytorch.callbacks import LearningRateFinder  # noqa: PLC0415
+
+    from sparkhvd.lightning.strategy import RankStrategy  # noqa: PLC0415
+
+    def broadcast_as_to_another_host(strategy, value, src=0):
+        result = broadcast(strategy, value, src)
+        is_elsewhere = strategy.global_rank > 0 and str(result).endswith(".ckpt")
+        return f"/nonexistent/{Path(result).name}" if is_elsewhere else result
+
+    broadcast, rank = RankStrategy.broadcast, session.current().world.rank
+    trainer = trainer_of(rated(LearningRateFinder(1e-3, 0.1, num_training_steps=20, early_stop_threshold=None)), 2)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(RankStrategy, "broadcast", broadcast_as_to_another_host)
+        trainer.fit(source(EVEN, rank), None, Hooks())
+    return trainer._trainer.optimizers[0].param_groups[0]["lr"], flat(trainer._package.model)
+
+
+def test_a_learning_rate_is_found_although_the_ranks_share_no_folder(group):
+    """Lightning saves the weights before its trial only on rank 0."""
+    (rate, weights), (other_rate, other_weights) = group.run(rate_found_without_a_shared_folder)
+    assert rate == other_rate != 0.02
+    assert np.array_equal(weights, other_weights)
+
+
+def averaged(folder):
+    """Return the parameters of the best epoch of a training with moving averages, and those in the exported file."""
+    from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint  # noqa: PLC0415
+
+    # The loss falls, so the first epoch has the highest loss, which counts as the best.
+    callbacks = [EMAWeightAveraging(decay=0.5), ModelCheckpoint(monitor="val_loss", mode="max")]
+    rank, trainer = session.current().world.rank, trainer_of(module(), 3, callbacks=callbacks)
+    trainer.fit(source(EVEN, rank), source(EVEN, rank), Hooks())
+    if rank != 0:
+        return None
+    trainer.export(Path(folder))
+    return flat(trainer._package.model), opened(folder)[0]
+
+
+def test_the_exported_checkpoint_has_the_best_weights_although_a_callback_averages_weights(group, tmp_path):
+    best, loaded = group.run(averaged, str(tmp_path))[0]
+    assert np.array_equal(loaded, best)
 
 
 def losses_by_step():
