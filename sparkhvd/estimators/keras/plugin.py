@@ -271,6 +271,11 @@ def _package(params: Mapping[str, Any]) -> Package:
                 f"callbacks holds a {type(callback).__name__}; each callback of KerasEstimator must be a "
                 "keras.callbacks.Callback."
             )
+        if isinstance(callback, keras.callbacks.BackupAndRestore):
+            raise ParamError(
+                "callbacks holds a BackupAndRestore, with which every rank would write and resume from a backup of its "
+                "own, and might skip epochs. Leave it out; with store and run_id, fit itself resumes."
+            )
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or model.dtype_policy.name == "mixed_float16":
         raise ParamError(
             "KerasEstimator does not support loss scaling, which 'mixed_float16' requires. Build the model under "

@@ -202,6 +202,7 @@ def carrying_states():
         ),
         ({"optimizer": keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())}, ParamError, "mixed_bfloat16"),
         ({"model": carrying_states()}, ParamError, "put a whole sequence into each row"),
+        ({"callbacks": [keras.callbacks.BackupAndRestore("some")]}, ParamError, "with store and run_id, fit itself"),
     ],
 )
 def test_invalid_parameters_are_rejected_on_the_driver(changes, error, message):
