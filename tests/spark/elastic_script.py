@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -17,22 +18,35 @@ from tests.scripts import print_results
 from tests.waiting import happens
 
 
-def kill_executor_of_second(folder: Path) -> None:
-    """Kill the executor of the rank that joined, after some steps with it."""
+class Messages(logging.Handler):
+    """Collects the log messages of the driver."""
 
-    def second() -> int | None:
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def end_executors(folder: Path) -> None:
+    """Kill the executor of the first rank that joins, after some steps with it; decommission that of the second."""
+    ended: set[int] = set()
+
+    def joined() -> int | None:
         for path in folder.glob("log-*"):
             lines = path.read_text().splitlines()
-            if sum(line.endswith(" 2") for line in (one.rpartition(" ")[0] for one in lines)) >= 5:
-                pid = int(path.name.removeprefix("log-"))
-                if lines[0].split()[3] == "2":
-                    return pid
+            pid = int(path.name.removeprefix("log-"))
+            if len(lines) >= 5 and lines[0].split()[3] == "2" and pid not in ended:
+                return pid
         return None
 
-    assert happens(lambda: second() is not None, 200)
-    rank = psutil.Process(second())
-    executor = next(one for one in rank.parents() if "CoarseGrainedExecutorBackend" in " ".join(one.cmdline()))
-    os.kill(executor.pid, signal.SIGKILL)
+    for end in (signal.SIGKILL, signal.SIGPWR):  # Spark's executors have a handler of the second
+        assert happens(lambda: joined() is not None, 200)
+        rank = psutil.Process(joined())
+        executor = next(one for one in rank.parents() if "CoarseGrainedExecutorBackend" in " ".join(one.cmdline()))
+        ended.add(rank.pid)
+        os.kill(executor.pid, end)
 
 
 def main(folder: Path) -> None:
@@ -44,6 +58,7 @@ def main(folder: Path) -> None:
         "spark.dynamicAllocation.maxExecutors": "2",
         # Longer than the first rank needs to start on a slow machine, so that the job begins with one rank.
         "spark.dynamicAllocation.schedulerBacklogTimeout": "15s",
+        "spark.decommission.enabled": "true",
         "spark.executor.memory": "600m",
         "spark.executor.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
         "spark.driver.host": "127.0.0.1",
@@ -54,8 +69,10 @@ def main(folder: Path) -> None:
     for name, value in settings.items():
         builder = builder.config(name, value)
     session = builder.getOrCreate()
-    threading.Thread(target=kill_executor_of_second, args=(folder,), daemon=True).start()
-    sizes = (1, 2, 1, 2)
+    threading.Thread(target=end_executors, args=(folder,), daemon=True).start()
+    messages = Messages()
+    logging.getLogger("sparkhvd").addHandler(messages)
+    sizes = (1, 2, 1, 2, 1, 2)
     results = sparkhvd.run_elastic(
         training.train,
         (10, str(folder), {}, sizes),
@@ -75,6 +92,8 @@ def main(folder: Path) -> None:
             "total": results[0][1],
             "expected": float(sum(range(1, results[0][0] + 1))),
             "first": beginners == [f"log-{results[0][4]}"],
+            "losses": sum("was lost with its Spark task" in text for text in messages.texts),
+            "decommissioned": [text for text in messages.texts if text.startswith("Spark decommissions")],
             "jobs": len(jobs.getActiveJobsIds()),
         }
     )

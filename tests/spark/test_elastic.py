@@ -152,10 +152,15 @@ def test_two_jobs_that_each_hold_half_of_the_slots_run_one_after_the_other(tmp_p
 
 
 @pytest.mark.cluster
-def test_a_job_grows_by_dynamic_allocation_and_survives_the_loss_of_an_executor(tmp_path):
+def test_a_job_grows_by_dynamic_allocation_and_survives_the_loss_and_the_decommissioning_of_executors(tmp_path):
     script = Path(__file__).with_name("elastic_script.py")
     results = results_of(run_script([sys.executable, script, tmp_path], tmp_path, 400))
-    assert results["sizes"] == [1, 2, 1, 2], "grown by a new executor, which was killed and replaced"
+    assert results["sizes"] == [1, 2, 1, 2, 1, 2], "one executor was killed, one decommissioned, and both replaced"
+    assert results["losses"] == 1, "the rank on the decommissioned executor has left at a commit"
+    (message,) = results["decommissioned"]
+    assert re.fullmatch(
+        r"Spark decommissions the executor of rank 1 on host \S+; the rank leaves the job at its next commit\.", message
+    )
     assert results["ranks"] == [[0, 2], [1, 2]]
     assert results["total"] == results["expected"]
     assert results["first"], "the first rank has kept its process"

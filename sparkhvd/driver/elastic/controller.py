@@ -173,7 +173,7 @@ class Controller:
         elif isinstance(event, Lost):
             self._handle_failure(event.worker, event.failure)
         elif isinstance(event, Offered):
-            self._roster.offer(self._usable(event.capacity))
+            self._roster.offer(self._usable(event.capacity), event.withdrawn)
         elif isinstance(event, DiscoveryFailed):
             if event.is_final:
                 raise LaunchError(event.why)

@@ -106,7 +106,8 @@ class View:
     Attributes:
         generation: the number of the current generation; 0 before the first.
         members: all workers that are not lost.
-        capacity: the number of offered slots by host.
+        capacity: the number of offered slots by host, without the slots of ``withdrawn``.
+        withdrawn: workers whose slots are withdrawn.
         cooling: hosts that get no new worker now, because a worker failed there.
         idle: whether no generation is intact.
         gathered_since: the time at which an idle job began to wait only for new workers; None while survivors are on
@@ -128,6 +129,7 @@ class View:
     generation: int
     members: tuple[Member, ...]
     capacity: Mapping[str, int]
+    withdrawn: frozenset[int] = frozenset()
     cooling: frozenset[str] = frozenset()
     idle: bool = True
     gathered_since: float | None = 0.0
@@ -226,7 +228,7 @@ def decide(view: View, limits: Limits, now: float) -> list[Decision]:
         if all(member.phase is Phase.RETURNED for member in current):
             return [Done(tuple(member.worker for member in sorted(current, key=lambda member: member.rank)))]
         return []
-    leaving = _workers_beyond_capacity(view)
+    leaving = _workers_without_slots(view)
     decisions: list[Decision] = []
     if view.idle:
         next_step = _leave_out_decision(view, limits, leaving) or _next_generation(view, limits, leaving, now)
@@ -262,12 +264,15 @@ def _slots(view: View) -> str:
     return ", ".join(f"{host}:{count}" for host, count in sorted(view.capacity.items())) or "none"
 
 
-def _workers_beyond_capacity(view: View) -> frozenset[int]:
-    """Return the workers whose slots are no longer offered: on each host, stateless workers first, then the newest."""
-    leaving: set[int] = set()
+def _workers_without_slots(view: View) -> frozenset[int]:
+    """Return the workers whose slots are no longer offered.
+
+    If a host has fewer slots, but no particular slot is withdrawn, stateless workers leave first, then the newest.
+    """
+    leaving = {member.worker for member in view.members if member.worker in view.withdrawn}
     for host in {member.host for member in view.members}:
         members_on_host = sorted(
-            (member for member in view.members if member.host == host),
+            (member for member in view.members if member.host == host and member.worker not in view.withdrawn),
             key=lambda member: (member.commit < 0, member.generation < view.generation, member.worker),
         )
         leaving.update(member.worker for member in members_on_host[view.capacity.get(host, 0) :])
@@ -504,7 +509,7 @@ def _start_decisions(view: View, limits: Limits, leaving: frozenset[int], stoppe
     alive = [member for member in view.members if member.worker not in stopped]
     wanted = sum(view.capacity.values()) if limits.max_size is None else limits.max_size
     missing = wanted - sum(member.worker not in leaving for member in alive)
-    used = {host: sum(member.host == host for member in alive) for host in view.capacity}
+    used = Counter(member.host for member in alive if member.worker not in view.withdrawn)
     free = {host: count - used[host] for host, count in view.capacity.items() if host not in view.cooling}
     starts: list[Decision] = []
     for host in sorted(free, key=lambda host: (-free[host], host)):

@@ -40,6 +40,7 @@ class Roster:
         self._cooldown = cooldown
         self._members: dict[int, Member] = {}
         self._capacity: dict[str, int] = {}
+        self._withdrawn: frozenset[int] = frozenset()
         self._failures: dict[str, deque[float]] = {}
         self._cooling: dict[str, float] = {}
         self._generation = 0
@@ -80,6 +81,7 @@ class Roster:
             generation=self._generation,
             members=tuple(self._members.values()),
             capacity=dict(self._capacity),
+            withdrawn=self._withdrawn,
             cooling=cooling,
             idle=self._idle,
             gathered_since=self._gathered_since,
@@ -96,9 +98,10 @@ class Roster:
             reasons=tuple(self._reasons),
         )
 
-    def offer(self, capacity: Mapping[str, int]) -> None:
-        """Set the offered slots by host."""
+    def offer(self, capacity: Mapping[str, int], withdrawn: frozenset[int] = frozenset()) -> None:
+        """Set the offered slots by host, and the workers whose slots are withdrawn."""
         self._capacity = {host: count for host, count in capacity.items() if count > 0}
+        self._withdrawn = withdrawn
 
     def note(self, reason: str) -> None:
         """Add a reason to the list in the job's error message, unless it equals the latest one."""

@@ -2,7 +2,7 @@
 
 Every slot is a *lease*: a Spark job of one ordinary task, which stays through all generations and runs one worker at a
 time. Leases without a free core wait in Spark's queue, so dynamic allocation requests executors. A lease that is lost
-is submitted again.
+is submitted again. If Spark decommissions an executor, its leases end once their ranks have left the job at a commit.
 
 Two jobs could wait for each other forever if each holds some slots but not enough to start. So if a job holds too few
 slots to start while other Spark jobs run, it gives its slots back after a random time. It requests slots again after
@@ -32,6 +32,7 @@ from sparkhvd.deadline import Deadline
 from sparkhvd.driver.elastic.workers import DiscoveryFailed, Event, Offered, WorkerStarting
 from sparkhvd.driver.launcher import warn_of_versions
 from sparkhvd.driver.log_stream import LogStream
+from sparkhvd.driver.spark.decommissioning import Decommissioning
 from sparkhvd.driver.spark.driver_address import driver_hosts
 from sparkhvd.driver.spark.job_failures import has_ended, is_cancelled, spark_failure
 from sparkhvd.rpc.messages import (
@@ -70,6 +71,8 @@ _LONGEST_PAUSE_SECONDS = 30.0
 _HOLD_SECONDS = (10.0, 20.0)
 # How long a job requests no slots after it has given its slots back.
 _AWAY_SECONDS = (2.0, 10.0)
+# The interval at which the driver asks which executors are being decommissioned.
+_WATCH_SECONDS = 1.0
 
 
 @dataclass
@@ -81,6 +84,7 @@ class _Lease:
     worker: int | None = None
     commands: deque[Message] = field(default_factory=deque)
     waiting: Future[Message] | None = None
+    withdrawn: bool = False
 
 
 class LeaseBook:
@@ -143,7 +147,7 @@ class LeaseBook:
                 (
                     candidate
                     for candidate in self._leases.values()
-                    if candidate.offer.host == host and candidate.worker is None
+                    if candidate.offer.host == host and candidate.worker is None and not candidate.withdrawn
                 ),
                 None,
             )
@@ -168,11 +172,28 @@ class LeaseBook:
         """Make the task end a worker; its slot is free at once."""
         with self._lock:
             lease = self._lease_of(worker)
-            self._ranks.pop(worker, None)
-            if lease is not None:
-                lease.worker = None
-        if lease is not None:
+        self._free(worker)
+        if lease is not None and not lease.withdrawn:
             self._command(lease, StopWorker(worker))
+
+    def withdraw(self, number: int, attempt: int) -> None:
+        """Withdraw the slot of a lease: its worker leaves at the next commit, and then the task ends."""
+        with self._lock:
+            lease = self._leases.get(number)
+            if lease is None or lease.attempt != attempt or lease.withdrawn:
+                return
+            lease.withdrawn = True
+            self._inbox.put(self._capacity())
+            if lease.worker is not None:
+                who = f"rank {self._ranks[lease.worker]}" if lease.worker in self._ranks else "a new rank"
+                logger.warning(
+                    "Spark decommissions the executor of %s on host %s; the rank leaves the job at its next commit.",
+                    who,
+                    lease.offer.host,
+                )
+            waiting = self._take_ended(lease)
+        if waiting is not None:
+            waiting.set_result(EndLease())
 
     def end(self) -> None:
         """Make all tasks end, including tasks that connect later."""
@@ -205,6 +226,11 @@ class LeaseBook:
         for future in waiting:
             future.set_result(EndLease())
         return count
+
+    def tasks(self) -> dict[int, int]:
+        """Return the attempts of the connected tasks whose slots are not withdrawn, by lease."""
+        with self._lock:
+            return {number: lease.attempt for number, lease in self._leases.items() if not lease.withdrawn}
 
     def is_connected(self, lease: int) -> bool:
         with self._lock:
@@ -261,17 +287,35 @@ class LeaseBook:
         self._inbox.put(WorkerResult(message.worker, b"".join(parts)))
 
     def _free(self, worker: int) -> None:
+        """Note that a worker ends or has ended; a task whose slot is withdrawn ends with it."""
         with self._lock:
             self._ranks.pop(worker, None)
             lease = self._lease_of(worker)
-            if lease is not None:
-                lease.worker = None
+            if lease is None:
+                return
+            lease.worker = None
+            waiting = self._take_ended(lease)
+        if waiting is not None:
+            waiting.set_result(EndLease())
+
+    def _take_ended(self, lease: _Lease) -> Future[Message] | None:
+        """Remove a lease without a worker whose slot is withdrawn; return the request that ends its task, if it waits.
+
+        A task without a waiting request gets ``EndLease`` when it asks again.
+        """
+        if not lease.withdrawn or lease.worker is not None:
+            return None
+        del self._leases[lease.offer.task_index]
+        return lease.waiting
 
     def _lease_of(self, worker: int) -> _Lease | None:
         return next((lease for lease in self._leases.values() if lease.worker == worker), None)
 
     def _capacity(self) -> Offered:
-        return Offered(dict(Counter(lease.offer.host for lease in self._leases.values())))
+        leases = self._leases.values()
+        slots = Counter(lease.offer.host for lease in leases if not lease.withdrawn)
+        withdrawn = frozenset(lease.worker for lease in leases if lease.withdrawn and lease.worker is not None)
+        return Offered(dict(slots), withdrawn)
 
 
 @dataclass
@@ -335,7 +379,10 @@ class SparkWorkers:
                 )
                 # The thread inherits the user's job group, description and scheduler pool.
                 self._leases.append((tag, in_background(inheriting(spark, keep), "sparkhvd-lease")))
-            self._sharing = in_background(self._share_slots, "sparkhvd-lease-sharing")
+            self._threads = [
+                in_background(self._share_slots, "sparkhvd-lease-sharing"),
+                in_background(self._watch_executors, "sparkhvd-decommissioning"),
+            ]
             self._stack = stack.pop_all()
 
     def note_offer(self, capacity: Mapping[str, int]) -> dict[str, str]:  # noqa: ARG002 - the leases offered them
@@ -358,7 +405,7 @@ class SparkWorkers:
     def close(self) -> None:
         """End all workers and their Spark jobs, and wait for their ends."""
         self._closing.set()
-        wait([self._sharing])
+        wait(self._threads)
         connected = self._connected()
         self._book.end()
         self._await_ends(connected, [thread for _, thread in self._leases])
@@ -375,6 +422,14 @@ class SparkWorkers:
             if is_connected or is_stopped(self._spark):  # its task ends by itself
                 is_done_within(done, end.remaining())
             cancel(self._spark, tag, done)
+
+    def _watch_executors(self) -> None:
+        """Withdraw the slots of executors that Spark decommissions, so that their ranks leave before they are lost."""
+        decommissioning = Decommissioning.of(self._spark)
+        while decommissioning is not None and not self._closing.wait(_WATCH_SECONDS):
+            for number, attempt in self._book.tasks().items():
+                if decommissioning.affects(attempt, self._leases[number][0]):
+                    self._book.withdraw(number, attempt)
 
     def _share_slots(self) -> None:
         """Give the job's slots back while they are too few to start, until the first generation has formed."""

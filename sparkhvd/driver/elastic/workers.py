@@ -28,9 +28,15 @@ class WorkerStarting:
 
 @dataclass(frozen=True)
 class Offered:
-    """The slots by host have changed."""
+    """The slots have changed.
+
+    Attributes:
+        capacity: the number of slots by host, without the slots of ``withdrawn``.
+        withdrawn: workers that still run, but whose slots are withdrawn.
+    """
 
     capacity: dict[str, int]
+    withdrawn: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)

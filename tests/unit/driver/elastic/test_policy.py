@@ -330,6 +330,18 @@ def test_the_newest_worker_of_a_host_leaves_after_a_new_generation_when_a_slot_i
     assert decide(left, LIMITS, 0.0) == [Stop(1, "its slot is no longer offered", False)]
 
 
+def test_a_worker_whose_own_slot_is_withdrawn_leaves_instead_of_the_newest_of_its_host():
+    members = (running(0, 0), running(1, 1))
+    withdrawn = {"slots": 1, "withdrawn": frozenset({0})}
+    assert decide(running_job(*members, **withdrawn), LIMITS, 0.0) == [Notify()]
+    arrived = (waiting(0, 2, generation=1, rank=0), waiting(1, 2, generation=1, rank=1))
+    assert decide(broken_job(*arrived, **withdrawn), LIMITS, 0.0) == [Form((1,))]
+    left = running_job(running(1, 0, generation=2), arrived[0], generation=2, **withdrawn)
+    assert decide(left, LIMITS, 0.0) == [Stop(0, "its slot is no longer offered", False)]
+    replaced = running_job(*members, notified=True, **withdrawn | {"slots": 2})
+    assert decide(replaced, LIMITS, 0.0) == [Start("a")], "its slot is not one of those that are offered"
+
+
 def test_the_state_moves_to_other_hosts_before_the_last_holder_leaves():
     old = waiting(0, 5, generation=1, rank=0)
     new = [waiting(worker, host="b") for worker in (1, 2)]

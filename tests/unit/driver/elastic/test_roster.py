@@ -328,6 +328,7 @@ class Simulation:
         self.first_commit = 0  # the newest commit of all earlier generations
         self.raised = False  # whether a member of the current generation has raised
         self.raised_before = 0  # how many generations have ended with an error since the last new commit
+        self.withdrawn: frozenset[int] = frozenset()
 
     def settle(self) -> None:
         for _ in range(200):
@@ -415,7 +416,7 @@ class Simulation:
         self.now += seconds
         everyone = self.members(*Phase)
         if action == "capacity":
-            self.roster.offer({"a": pick % 4, "b": pick // 4 % 3})
+            self.offer({"a": pick % 4, "b": pick // 4 % 3})
         elif action == "again" and self.sent:
             self.deliver(*self.sent[pick % len(self.sent)])
         elif action.startswith("all "):
@@ -424,8 +425,15 @@ class Simulation:
         elif everyone:
             self.act_on(everyone[pick % len(everyone)], action)
 
+    def offer(self, capacity: dict[str, int]) -> None:
+        self.capacity = capacity
+        self.roster.offer(capacity, self.withdrawn)
+
     def act_on(self, worker: int, action: str) -> None:
         member = self.roster.member(worker)
+        if action == "withdraw":
+            self.withdrawn |= {worker}
+            self.offer({host: count - (host == member.host) for host, count in self.capacity.items()})
         if action == "raise":
             self.raised |= member.phase is Phase.RUNNING
             self.roster.raised(worker, "ValueError: no luck", is_final=False)
@@ -443,7 +451,7 @@ class Simulation:
 
 ACTIONS = (
     *("capacity", "again", "lose", "raise", "raise", "arrive", "all arrive", "sync", "all sync", "commit", "commit"),
-    *("separate", "all separate"),
+    *("separate", "all separate", "withdraw"),
 )
 HISTORIES = st.lists(
     st.tuples(st.sampled_from(ACTIONS), st.integers(0, 40), st.sampled_from([0.0, 0.1, 1.0, 7.0])), max_size=60
@@ -467,7 +475,7 @@ def test_every_history_leads_to_valid_generations_and_to_an_end(  # noqa: PLR091
     max_size = None if above_num_proc is None else num_proc + above_num_proc
     limits = Limits(num_proc, min_size, max_size, 20.0, 10.0, reset_limit, max_restarts, max_same_errors)
     simulation = Simulation(limits)
-    simulation.roster.offer({"a": 3, "b": 1})
+    simulation.offer({"a": 3, "b": 1})
     simulation.settle()
     for action, pick, seconds in history:
         if simulation.end is not None:
