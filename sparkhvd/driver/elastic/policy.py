@@ -107,7 +107,7 @@ class View:
         generation: the number of the current generation; 0 before the first.
         members: all workers that are not lost.
         capacity: the number of offered slots by host, without the slots of ``withdrawn``.
-        withdrawn: workers whose slots are withdrawn.
+        withdrawn: workers whose slots are withdrawn, and will be gone soon.
         cooling: hosts that get no new worker now, because a worker failed there.
         idle: whether no generation is intact.
         gathered_since: the time at which an idle job began to wait only for new workers; None while survivors are on
@@ -281,14 +281,19 @@ def _workers_without_slots(view: View) -> frozenset[int]:
 
 def _should_regroup(view: View, limits: Limits, leaving: frozenset[int], now: float) -> bool:
     """Return whether the members of an intact generation should regroup, to admit joiners or to release slots."""
+    if _is_limit_reached(view, limits):
+        return False  # a further generation would end the job, which may finish before the slots are gone
     current = [member for member in view.members if member.phase is Phase.RUNNING]
     staying = [member for member in current if member.worker not in leaving]
+    joining = [m for m in view.members if m.phase is Phase.WAITING and m.worker not in leaving]
+    is_short = len(staying) + len(joining) < limits.min_size
+    if is_short and all(member.worker in view.withdrawn for member in current if member.worker in leaving):
+        return False  # the ranks train until their slots are gone, or until others take their places
     if len(staying) < len(current) and (any(member.commit >= 0 for member in staying) or not view.stateful):
         return True
-    joining = [m for m in view.members if m.phase is Phase.WAITING and m.worker not in leaving]
     if not joining or not any(member.commit >= 0 for member in current):
         return False  # a generation that has just formed first agrees on its state
-    if (limits.max_size is not None and len(staying) >= limits.max_size) or _is_limit_reached(view, limits):
+    if limits.max_size is not None and len(staying) >= limits.max_size:
         return False
     starting = [m for m in view.members if m.phase is Phase.STARTING and m.worker not in leaving]
     return not starting or min(member.since for member in joining) + JOIN_SECONDS <= now

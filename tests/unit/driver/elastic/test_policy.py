@@ -260,9 +260,10 @@ def test_reset_limit_counts_the_generations_after_the_first():
     assert failure == Fail("The job has reached reset_limit=1.", True)
 
 
-def test_a_job_at_its_reset_limit_admits_no_worker_but_continues():
+def test_a_job_at_its_reset_limit_admits_no_worker_and_releases_no_slot_but_continues():
     limits = dataclasses.replace(LIMITS, reset_limit=0)
     assert decide(running_job(running(0, 0), waiting(1), slots=2), limits, 9.0) == []
+    assert decide(running_job(running(0, 0), running(1, 1), slots=1), limits, 9.0) == []
 
 
 def test_resets_without_progress_end_the_job():
@@ -340,6 +341,14 @@ def test_a_worker_whose_own_slot_is_withdrawn_leaves_instead_of_the_newest_of_it
     assert decide(left, LIMITS, 0.0) == [Stop(0, "its slot is no longer offered", False)]
     replaced = running_job(*members, notified=True, **withdrawn | {"slots": 2})
     assert decide(replaced, LIMITS, 0.0) == [Start("a")], "its slot is not one of those that are offered"
+
+
+def test_a_rank_whose_own_slot_is_withdrawn_trains_on_if_too_few_ranks_would_stay():
+    limits = dataclasses.replace(LIMITS, min_size=2)
+    members = (running(0, 0), running(1, 1))
+    assert decide(running_job(*members, slots=1, withdrawn=frozenset({1})), limits, 0.0) == []
+    replaced = running_job(*members, waiting(2), slots=2, withdrawn=frozenset({1}))
+    assert decide(replaced, limits, 0.0) == [Notify()]
 
 
 def test_the_state_moves_to_other_hosts_before_the_last_holder_leaves():
