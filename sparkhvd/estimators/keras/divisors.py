@@ -172,7 +172,11 @@ def _constant(number: keras.KerasTensor, function: Callable[[float], float]) -> 
     if keras.config.backend() == "tensorflow":
         import tensorflow as tf  # noqa: PLC0415  (only the backend in use is imported)
 
-        result = tf.py_function(lambda value: function(float(value)), [tf.stop_gradient(number)], tf.float32)
-        result.set_shape([])
+        from sparkhvd.tensorflow.tensors import outside_graph  # noqa: PLC0415
+
+        scalar = (tf.float32, tf.TensorShape([]))
+        (result,) = outside_graph(
+            lambda value: [np.float32(function(float(value)))], [tf.stop_gradient(number)], [scalar]
+        )
         return tf.stop_gradient(result)
     return function(float(number.detach()))

@@ -64,6 +64,29 @@ def parameters(data=DATA, **more):
     return {**base, **more}
 
 
+SEQUENCE_COLUMNS = {"x": ("feature", "int64", (5,), "array"), "y": ("label", "float64", (5, 1), "array")}
+
+
+SEQUENCES = schema(**SEQUENCE_COLUMNS)
+
+
+WEIGHTED_SEQUENCES = schema(**SEQUENCE_COLUMNS, w=("weight", "float64", (), "scalar"))
+
+
+def masking():
+    layers = [keras.layers.Embedding(4, 3, mask_zero=True), keras.layers.Dense(1)]
+    model = keras.Sequential([keras.Input((5,), dtype="int32"), *layers])
+    random = np.random.default_rng(3)
+    model.set_weights([random.normal(size=weight.shape) / 4 for weight in model.get_weights()])
+    return model
+
+
+def sequences(count):
+    random = np.random.default_rng(2)
+    made = {"x": random.integers(0, 4, (count, 5)), "y": random.normal(size=(count, 5, 1))}
+    return {**made, "w": random.uniform(size=count)}
+
+
 # The number of rows of every rank in each step of an epoch.
 EVEN = [(4, 4)] * 10
 

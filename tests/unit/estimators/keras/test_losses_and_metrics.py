@@ -10,25 +10,31 @@ import pytest
 
 from sparkhvd.comm import session
 from sparkhvd.comm.collectives.buffers import ReduceOp
+from sparkhvd.errors import HorovodInternalError
 from sparkhvd.estimators.keras.divisors import CurrentBatch, divide_over_ranks
 from sparkhvd.estimators.keras.plugin import PLUGIN
 from sparkhvd.estimators.keras.serialization import artifact
 from sparkhvd.estimators.training.history import average_over_ranks
+from sparkhvd.tensorflow.tensors import own_failures
 from tests.unit.estimators.arrays import ArraySource, Hooks, partition_rows, schema, spec
 from tests.unit.estimators.keras.networks import (
     DATA,
     EMPTY_END,
     EMPTY_WITHIN,
     PARTIAL_END,
+    SEQUENCES,
     TWO_ENDED,
     WEIGHTED,
+    WEIGHTED_SEQUENCES,
     Keeping,
     both,
     built,
+    masking,
     network,
     parameters,
     prepared,
     rows,
+    sequences,
     source,
     two_ended_rows,
 )
@@ -36,29 +42,6 @@ from tests.unit.estimators.keras.networks import (
 
 def ignoring():
     return keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=0)
-
-
-SEQUENCE_COLUMNS = {"x": ("feature", "int64", (5,), "array"), "y": ("label", "float64", (5, 1), "array")}
-
-
-SEQUENCES = schema(**SEQUENCE_COLUMNS)
-
-
-WEIGHTED_SEQUENCES = schema(**SEQUENCE_COLUMNS, w=("weight", "float64", (), "scalar"))
-
-
-def masking():
-    layers = [keras.layers.Embedding(4, 3, mask_zero=True), keras.layers.Dense(1)]
-    model = keras.Sequential([keras.Input((5,), dtype="int32"), *layers])
-    random = np.random.default_rng(3)
-    model.set_weights([random.normal(size=weight.shape) / 4 for weight in model.get_weights()])
-    return model
-
-
-def sequences(count):
-    random = np.random.default_rng(2)
-    made = {"x": random.integers(0, 4, (count, 5)), "y": random.normal(size=(count, 5, 1))}
-    return {**made, "w": random.uniform(size=count)}
 
 
 def parts_of(kind, count):
@@ -161,6 +144,20 @@ def test_weights_of_rows_cost_no_second_computation_of_the_loss():
     assert (
         count_calls_of_a_loss_for_sequences(weighted=True) == count_calls_of_a_loss_for_sequences(weighted=False) == 1
     )
+
+
+def lose_a_rank(*_):
+    raise HorovodInternalError("rank 1 was lost")
+
+
+def test_a_rank_that_is_lost_in_the_exchange_for_a_mask_is_an_error_that_an_elastic_fit_recovers_from(monkeypatch):
+    model, current = masking(), CurrentBatch()
+    model.compile(optimizer="sgd", loss="mse")
+    monkeypatch.setattr(current, "factor", lose_a_rank)
+    divide_over_ranks(model, current)
+    made = sequences(4)
+    with pytest.raises(HorovodInternalError, match="rank 1 was lost"), own_failures():
+        model.train_on_batch(made["x"], made["y"])
 
 
 class RowsSoFar(keras.metrics.Metric):
