@@ -33,7 +33,8 @@ class GradientAccumulation:
         if keras.config.backend() == "tensorflow":
             import tensorflow as tf  # noqa: PLC0415  (only the backend in use is imported)
 
-            self._ends_step = tf.py_function(lambda *_: self._ask(), _dependency_on(gradients), tf.bool)
+            ask = self._ask  # TensorFlow keeps the function in memory, which must not refer to the sums
+            self._ends_step = tf.py_function(lambda *_: ask(), _dependency_on(gradients), tf.bool)
             self._ends_step.set_shape([])
         else:
             self._ends_step = self._ask()

@@ -123,6 +123,8 @@ def own_failures() -> Iterator[None]:
         if cause is None:
             raise
         raise cause from error
+    finally:
+        _failures.clear()  # their tracebacks refer to the model
 
 
 def as_dtype(number: Any, dtype: tf.DType) -> tf.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from itertools import islice
@@ -171,6 +172,8 @@ def as_input_of_fit(data: BatchDataset) -> Any:
     """Return the dataset as an argument for one call of ``model.fit``; on TensorFlow, a ``tf.data.Dataset``.
 
     Keras would make the same one, except that it would tune itself; ``without_tuning`` explains why this must not be.
+    It would also keep the rows in memory, because TensorFlow keeps the Python functions of pipelines until the process
+    ends. Therefore the caller must keep ``data`` until ``fit`` has returned.
     """
     if keras.config.backend() != "tensorflow":
         return data
@@ -179,5 +182,5 @@ def as_input_of_fit(data: BatchDataset) -> Any:
 
     from sparkhvd.data.loaders.tf_data import without_tuning  # noqa: PLC0415  (imports TensorFlow)
 
-    dataset = PyDatasetAdapter(data).get_tf_dataset()
+    dataset = PyDatasetAdapter(weakref.proxy(data)).get_tf_dataset()
     return without_tuning(dataset.apply(tf.data.experimental.assert_cardinality(len(data))))

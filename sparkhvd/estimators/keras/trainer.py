@@ -225,6 +225,7 @@ class KerasTrainer:
                 fit(first, self._spec.epochs)
             callbacks.end()
         finally:
+            current.end()  # the functions of TensorFlow's graphs, which stay in memory, refer to it
             if saving is not None:
                 saving.close()
             data.close()

@@ -1,0 +1,50 @@
+"""A fit with Keras leaves neither rows nor model in the memory of its process."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+
+from sparkhvd.comm import session
+from sparkhvd.errors import HorovodInternalError
+from sparkhvd.estimators.keras.divisors import CurrentBatch
+from sparkhvd.estimators.keras.plugin import PLUGIN
+from tests.unit.estimators.arrays import Hooks, partition_rows, spec
+from tests.unit.estimators.keras.networks import SEQUENCES, masking, parameters, sequences
+
+
+def lose_a_rank(*_):
+    raise HorovodInternalError("rank 1 was lost")
+
+
+def fit_once(*, completes):
+    """Return weak references to the objects of a fit, by name."""
+    world = session.current().world
+    given = parameters(SEQUENCES, model=masking(), loss="mse", metrics=None)
+    how = spec(SEQUENCES, epochs=2, backward_passes_per_step=2)
+    trainer = PLUGIN.trainer(PLUGIN.pack(given), how, world)
+    train, validation = (partition_rows(sequences(16), [(4, 4)] * 2, world.rank, SEQUENCES) for _ in range(2))
+    if completes:
+        trainer.fit(train, validation, Hooks())
+    else:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(CurrentBatch, "factor", lose_a_rank)
+            with pytest.raises(HorovodInternalError, match="rank 1 was lost"):
+                trainer.fit(train, validation, Hooks())
+    optimizer = trainer._model.optimizer
+    held = {"model": trainer._model, "optimizer": optimizer, "sum": next(iter(optimizer._accumulation._sums.values()))}
+    held |= {"rows": train, "array": train.columns["x"], "validation": validation}
+    return {name: weakref.ref(value) for name, value in held.items()}
+
+
+def remaining_after_fit(completes):
+    references = fit_once(completes=completes)
+    gc.collect()
+    return [name for name, reference in references.items() if reference() is not None]
+
+
+@pytest.mark.parametrize("completes", [True, False], ids=["complete", "lost rank"])
+def test_rows_and_model_are_freed_after_a_fit(group, completes):
+    assert group.run(remaining_after_fit, completes) == [[], []]
