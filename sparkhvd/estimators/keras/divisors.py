@@ -32,13 +32,16 @@ class CurrentBatch:
         self._batch = None
 
     def share(self) -> float:
-        """Return this rank's rows in the batch, as a fraction of all ranks' rows in the batch's step."""
-        return 1.0 if self._batch is None else self._batch[0].share_of(self._batch[1])
+        """Return this rank's rows in the batch, as a fraction of all ranks' rows in the batch's step.
+
+        Ranks that train a batch in a callback have equal shares.
+        """
+        return 1.0 / session.current().world.size if self._batch is None else self._batch[0].share_of(self._batch[1])
 
     def share_of_batch(self) -> float:
         """Return this rank's rows in the batch, as a fraction of all ranks' rows in the batch."""
         if self._batch is None:
-            return 1.0
+            return self.share()
         rows, global_rows = self._batch[0].rows_of(self._batch[1])
         return rows / global_rows
 

@@ -108,6 +108,37 @@ def test_a_subclass_with_a_preprocessing_layer_and_two_weighted_outputs_is_one_b
         assert np.linalg.norm(one - plain) <= 1e-4 * np.linalg.norm(plain)
 
 
+class ExtraBatch(keras.callbacks.Callback):
+    """Trains on one more batch after the epoch."""
+
+    def __init__(self, columns):
+        super().__init__()
+        self.columns = columns
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.model.train_on_batch(**self.columns)
+
+
+def train_on_an_extra_batch(sizes):
+    world = session.current().world
+    extra = {name: values[world.rank : 8 : world.size] for name, values in rows(8).items() if name != "w"}
+    given = parameters(optimizer=keras.optimizers.SGD(0.1), callbacks=[ExtraBatch(extra)])
+    trainer = PLUGIN.trainer(PLUGIN.pack(given), spec(DATA), world)
+    trainer.fit(source(sizes, world.rank), None, Hooks())
+    return trainer._model.get_weights()
+
+
+def test_a_batch_that_a_callback_trains_counts_once(group):
+    mine, other = group.run(train_on_an_extra_batch, EVEN)
+    model, data, extra = network(), rows(sum(map(sum, EVEN))), rows(8)
+    model.compile(optimizer=keras.optimizers.SGD(0.1), loss=parameters()["loss"])
+    model.fit(data["x"], data["y"], 8, shuffle=False, verbose=0)
+    model.train_on_batch(extra["x"], extra["y"])
+    for one, two, plain in zip(mine, other, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, two)
+        np.testing.assert_allclose(one, plain, rtol=1e-4, atol=1e-5)
+
+
 def normalized_network(layer):
     start = network()
     model = keras.Sequential([keras.Input((6,)), *start.layers[:1], layer, *start.layers[1:]])
