@@ -62,3 +62,9 @@ class LayerStatistics:
         means = np.split(total[1:] / total[0], np.cumsum([value.size for value in values])[:-1])
         for variable, value, mean in zip(variables, values, means, strict=True):
             variable.assign(mean.reshape(value.shape).astype(value.dtype))
+
+
+def variables_independent_of_rows(model: keras.Model) -> list[keras.Variable]:
+    """Return the variables that change in every training step of a rank, also without rows, equally on all ranks."""
+    layers = [x for x in model._flatten_layers() if isinstance(x, keras.layers.SpectralNormalization)]  # noqa: SLF001
+    return [variable for layer in layers for variable in (layer.vector_u, layer.kernel)]

@@ -35,7 +35,7 @@ from sparkhvd.estimators.keras.serialization.package import (
     reject_own_optimizers,
 )
 from sparkhvd.estimators.keras.serialization.saving import CheckpointFilesCallback
-from sparkhvd.estimators.keras.statistics import LayerStatistics
+from sparkhvd.estimators.keras.statistics import LayerStatistics, variables_independent_of_rows
 from sparkhvd.estimators.plugin import Trainer, TrainHooks, TrainSpec
 from sparkhvd.estimators.reports import EpochReport, StepReport, StepTimes
 from sparkhvd.keras.callbacks import LearningRateScheduleCallback
@@ -362,6 +362,7 @@ class _EpochBegin(keras.callbacks.Callback):  # type: ignore[misc]  # keras has 
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
         self.sums = MetricSums(model)
+        self._shared.update(map(id, variables_independent_of_rows(model)))
 
     def on_train_begin(self, logs: Logs = None) -> None:  # noqa: ARG002
         self.graph_flags.begin()

@@ -139,6 +139,35 @@ def test_a_batch_that_a_callback_trains_counts_once(group):
         np.testing.assert_allclose(one, plain, rtol=1e-4, atol=1e-5)
 
 
+def spectral():
+    """Return a network of which the first kernel is trained, and the second is frozen."""
+    start = network()
+    layers = [keras.layers.SpectralNormalization(layer) for layer in start.layers]
+    model = keras.Sequential([keras.Input((6,)), *layers])
+    layers[1].trainable = False
+    for layer in layers:
+        layer.vector_u.assign(np.ones(layer.vector_u.shape))
+    return model
+
+
+def train_with_spectral_normalization(sizes):
+    world = session.current().world
+    given = parameters(model=spectral(), optimizer=keras.optimizers.SGD(0.1))
+    trainer = PLUGIN.trainer(PLUGIN.pack(given), spec(DATA), world)
+    trainer.fit(source(sizes, world.rank), None, Hooks())
+    return trainer._model.get_weights()
+
+
+def test_spectral_normalization_continues_in_the_steps_of_a_rank_without_rows(group):
+    mine, other = group.run(train_with_spectral_normalization, EMPTY_WITHIN)
+    model, data = spectral(), rows(sum(map(sum, EMPTY_WITHIN)))
+    model.compile(optimizer=keras.optimizers.SGD(0.1), loss=parameters()["loss"])
+    model.fit(data["x"], data["y"], 8, shuffle=False, verbose=0)
+    for one, two, plain in zip(mine, other, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, two)
+        np.testing.assert_allclose(one, plain, rtol=1e-4, atol=1e-5)
+
+
 def normalized_network(layer):
     start = network()
     model = keras.Sequential([keras.Input((6,)), *start.layers[:1], layer, *start.layers[1:]])
