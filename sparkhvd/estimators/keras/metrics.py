@@ -92,7 +92,12 @@ def summed_results(model: keras.Model) -> dict[str, float]:
     results = {
         metric.name: np.asarray(keras.ops.convert_to_numpy(metric.result())) for metric in own if _is_sum(metric)
     }
-    return {name: float(result) for name, result in results.items() if result.shape == ()}
+    return {name: float(result.item()) for name, result in results.items() if result.size == 1}
+
+
+def as_number(value: object) -> float:
+    """Return a value of the logs, which may be an array with one element, as a number."""
+    return float(np.asarray(keras.ops.convert_to_numpy(value)).item())
 
 
 def _metrics(model: keras.Model) -> list[keras.metrics.Metric]:

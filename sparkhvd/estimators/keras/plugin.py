@@ -513,7 +513,7 @@ def _rebuilt_model(package: Package) -> keras.Model:
 
 def _check_scalar(metrics: Mapping[str, npt.ArrayLike]) -> None:
     for name, value in metrics.items():
-        if np.shape(value) != ():
+        if np.size(value) != 1:
             raise ParamError(
                 f"The metric {name!r} returns an array of shape {list(np.shape(value))}, but an epoch reports one "
                 "number per metric. Average the values in the metric, as F1Score(average='macro') does, or use one "

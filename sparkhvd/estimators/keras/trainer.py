@@ -25,7 +25,7 @@ from sparkhvd.estimators.keras.callback_states import CALLBACK, callback_states,
 from sparkhvd.estimators.keras.dataset import BatchDataset, as_input_of_fit
 from sparkhvd.estimators.keras.divisors import CurrentBatch, divide_over_ranks
 from sparkhvd.estimators.keras.graph_flags import GraphFlags
-from sparkhvd.estimators.keras.metrics import Logs, MetricSums, summed_results
+from sparkhvd.estimators.keras.metrics import Logs, MetricSums, as_number, summed_results
 from sparkhvd.estimators.keras.randomness import RandomStates
 from sparkhvd.estimators.keras.serialization import artifact
 from sparkhvd.estimators.keras.serialization.omissions import Omissions
@@ -426,7 +426,7 @@ class _EpochBegin(keras.callbacks.Callback):  # type: ignore[misc]  # keras has 
         rows = {"train": self._data.rows, "val": self._validation.rows if self._validation is not None else 0}
         names = sorted(logs)
         counts = [rows["val" if name.startswith("val_") else "train"] for name in names]
-        sums = [float(logs[name]) * count if count else 0.0 for name, count in zip(names, counts, strict=True)]
+        sums = [as_number(logs[name]) * count if count else 0.0 for name, count in zip(names, counts, strict=True)]
         pairs = dict(zip(names, zip(sums, counts, strict=True), strict=True))
         self.metrics.train = {name: pair for name, pair in pairs.items() if not name.startswith("val_")}
         self.metrics.validation = {n.removeprefix("val_"): p for n, p in pairs.items() if n.startswith("val_")}
@@ -498,7 +498,7 @@ class _EpochEnd(keras.callbacks.Callback):  # type: ignore[misc]
 
         def sums() -> dict[str, tuple[float, int]]:
             means = {} if metric_sums.cover(values) else values
-            return {name: (float(value) * rows if rows else 0.0, rows) for name, value in means.items()}
+            return {name: (as_number(value) * rows if rows else 0.0, rows) for name, value in means.items()}
 
         def metrics() -> bytes:
             return metric_sums.state() if metric_sums.cover(values) else b""

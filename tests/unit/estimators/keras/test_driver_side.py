@@ -291,12 +291,11 @@ def test_a_loss_that_is_not_a_mean_over_the_rows_is_rejected():
     PLUGIN.pack(parameters(loss=loss, sample_weight_col=None))  # without weights, this reduction is the mean
 
 
-@pytest.mark.parametrize("outputs", [3, 1])
-def test_a_metric_of_several_numbers_is_rejected(outputs):
-    data = schema(x=("feature", "float32", (6,), "array"), y=("label", "float32", (outputs,), "array"))
-    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(outputs)])
+def test_a_metric_of_several_numbers_is_rejected():
+    data = schema(x=("feature", "float32", (6,), "array"), y=("label", "float32", (3,), "array"))
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
     given = parameters(data, model=model, loss="mse", metrics=[keras.metrics.F1Score()])
-    with pytest.raises(ParamError, match=rf"'f1_score' returns an array of shape \[{outputs}\], .*average='macro'"):
+    with pytest.raises(ParamError, match=r"'f1_score' returns an array of shape \[3\], .*average='macro'"):
         PLUGIN.check(given, data, None)
 
 
