@@ -13,9 +13,10 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import date
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from sparkhvd._util.counts import counted
 from sparkhvd.data.external import petastorm_schema
@@ -44,9 +45,9 @@ _MANIFEST = "manifest.json"
 _PATTERN = re.compile(r"[*?{\[]")
 # The day from which Spark's Julian and Gregorian calendars agree, by type; for timestamps, in every time zone.
 _FIRST_DAY_IN_BOTH_CALENDARS = {
-    "datetime64[D]": (1582, 10, 15),
-    "datetime64[us]": (1900, 1, 1),
-    "datetime64[ms]": (1900, 1, 1),
+    "datetime64[D]": "1582-10-15",
+    "datetime64[us]": "1900-01-01",
+    "datetime64[ms]": "1900-01-01",
 }
 _SEARCH_ROWS = 16  # the rows per read in the search for a value that is not NULL
 # Formats with a log in their folder that alone defines which Parquet files are current: Spark's name of the format, a
@@ -442,9 +443,9 @@ def _check_calendar(column: ColumnSpec, leaves: Iterable[LeafFacts], url: str) -
     """Refuse old dates and times in the Julian calendar, which only Spark converts."""
     first_same = _FIRST_DAY_IN_BOTH_CALENDARS.get(column.dtype)
     for leaf in leaves:
-        if first_same is not None and leaf.low is not None and leaf.low.timetuple()[:3] < first_same:
+        if first_same is not None and leaf.low is not None and leaf.low < np.datetime64(first_same):
             raise DataError(
-                f"Column {column.name!r} ({column.role}) has values before {date(*first_same)} in {url}, "
+                f"Column {column.name!r} ({column.role}) has values before {first_same} in {url}, "
                 "which Spark wrote in the Julian calendar (spark.sql.parquet.datetimeRebaseModeInWrite=LEGACY). Write "
                 "the files again with CORRECTED, or fit the DataFrame that Spark reads from them."
             )

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from sparkhvd.errors import DataError
 from sparkhvd.store.protocol import Store
@@ -15,6 +19,11 @@ if TYPE_CHECKING:
     from pyarrow import parquet
 
 _THREADS = 16
+# Parquet's units of dates and timestamps -> numpy's.
+_UNITS: Mapping[str, str] = MappingProxyType(
+    {"days": "D", "milliseconds": "ms", "microseconds": "us", "nanoseconds": "ns"}
+)
+_NUMBERS = frozenset({"NONE", "INT", "DECIMAL"})
 _JULIAN = b"org.apache.spark.legacyDateTime"
 
 
@@ -26,8 +35,8 @@ class LeafFacts:
         path: names from the top, with dots between.
         values: the number of values in each row group, NULLs included; for a scalar column, the number of rows.
         nulls: the NULLs in the whole file, including empty and NULL arrays; None if the file has no such statistics.
-        low: the smallest value; None if the file has no such statistics.
-        high: the largest value; None if the file has no such statistics.
+        low: the smallest number, date or timestamp (of numpy); None for other types, or without such statistics.
+        high: the largest one.
     """
 
     path: str
@@ -104,10 +113,24 @@ def _leaf(index: int, groups: Sequence[parquet.RowGroupMetaData]) -> LeafFacts:
     chunks = [group.column(index) for group in groups]
     statistics = [chunk.statistics for chunk, group in zip(chunks, groups, strict=True) if group.num_rows]
     known = all(part is not None and part.has_null_count for part in statistics)
+    ends = [_ends(part) for part in statistics if part is not None and part.has_min_max]
     return LeafFacts(
         path=chunks[0].path_in_schema,
         values=tuple(chunk.num_values for chunk in chunks),
         nulls=sum(part.null_count for part in statistics) if known else None,
-        low=min((part.min for part in statistics if part is not None and part.has_min_max), default=None),
-        high=max((part.max for part in statistics if part is not None and part.has_min_max), default=None),
+        low=min((low for low, _ in ends if low is not None), default=None),
+        high=max((high for _, high in ends if high is not None), default=None),
     )
+
+
+def _ends(statistics: parquet.Statistics) -> tuple[Any, Any]:
+    """Return the smallest and the largest value; None for values that are neither numbers nor times.
+
+    Python's times end with the year 9999, and strings may not be valid UTF-8, so pyarrow cannot convert all of them.
+    """
+    kind = statistics.logical_type
+    if kind.type in {"DATE", "TIMESTAMP"}:
+        unit = _UNITS[json.loads(kind.to_json()).get("timeUnit", "days")]
+        low, high = np.array([statistics.min_raw, statistics.max_raw], np.int64).astype(f"datetime64[{unit}]")
+        return low, high
+    return (statistics.min, statistics.max) if kind.type in _NUMBERS else (None, None)

@@ -182,6 +182,23 @@ def test_times_of_any_unit_are_refused_with_a_conversion(tmp_path, unit):
     assert rows_of(opened(tmp_path, ["at"], transformed=True))["at"].dtype == np.dtype(f"datetime64[{unit}]")
 
 
+@pytest.mark.parametrize("row_group_size", [1, 2])
+def test_times_beyond_those_of_python_and_invalid_text_may_be_in_a_file(tmp_path, row_group_size):
+    years = np.array(["-0044-03-15", "9999-12-31T23:59:59"], "datetime64[us]") + np.timedelta64(5, "h")
+    text = pa.array([b"\xff", b"x"])
+    content = {
+        "at": pa.array(years.astype(np.int64)).cast(pa.timestamp("us", "America/New_York")),
+        "day": pa.array(years.astype("datetime64[D]").astype(np.int32)).cast(pa.date32()),
+        "text": pa.Array.from_buffers(pa.string(), 2, text.buffers()),
+        "y": [1.0, 2.0],
+    }
+    parquet.write_table(pa.table(content), tmp_path / "x.parquet", row_group_size=row_group_size)
+    rows = rows_of(opened(tmp_path, ["at", "day"], transformed=True))
+    assert rows["at"].tolist() == years.tolist()
+    assert rows["day"].tolist() == years.astype("datetime64[D]").tolist()
+    assert rows["y"].tolist() == [1.0, 2.0]
+
+
 def test_a_field_of_a_struct_is_a_column_too(folder):
     files = opened(folder, ["s.b.c", "id"], labels=["s.a"])
     assert files.manifest.schema.names() == ["s.b.c", "id", "s.a"]
