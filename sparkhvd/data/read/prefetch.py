@@ -123,13 +123,13 @@ class Prefetcher(Generic[T]):
             return line
 
     def _fill(self, line: _JobResults[T]) -> None:
-        error: Exception | None = line.error
+        error = line.error
         try:
             for result, size in line.job() if line.job is not None else ():
                 self._put(line, result, size)
         except StoppedError:
             pass
-        except Exception as caught:  # noqa: BLE001  (the consumer raises it)
+        except BaseException as caught:  # noqa: BLE001  (the consumer raises it, even the SystemExit of a function)
             error = caught
         with self._changed:
             line.done, line.error = True, error
@@ -159,4 +159,4 @@ class _JobResults(Generic[T]):
         self.job: Job[T] | None = None
         self.results: deque[tuple[T, int]] = deque()
         self.done = False
-        self.error: Exception | None = None
+        self.error: BaseException | None = None

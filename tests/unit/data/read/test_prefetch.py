@@ -47,15 +47,16 @@ def test_queued_results_are_bounded_by_bytes_but_a_single_large_one_passes():
         assert len(list(iterator)) == 3
 
 
-def test_an_error_is_raised_in_place_of_the_missing_result():
+@pytest.mark.parametrize("kind", [RuntimeError, SystemExit])
+def test_an_error_is_raised_in_place_of_the_missing_result(kind):
     def broken():
         yield "1.0", 1
-        raise RuntimeError("in the second job")
+        raise kind("in the second job")
 
     with prefetcher([partial(results, 0, 2), broken, partial(results, 2, 2)]) as iterator:
         taken = iter(iterator)
         assert [next(taken) for _ in range(3)] == ["0.0", "0.1", "1.0"]
-        with pytest.raises(RuntimeError, match="in the second job"):
+        with pytest.raises(kind, match="in the second job"):
             next(taken)
 
 
