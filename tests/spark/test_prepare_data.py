@@ -320,6 +320,19 @@ def test_changed_files_are_prepared_again(spark, store, source, change):
         assert sorted(rows_of(data)["x"]) == sorted(row.x for row in read().select("x").collect())
 
 
+def test_times_in_text_files_depend_on_the_time_zone_of_the_driver(spark, tmp_path):
+    (tmp_path / "x.csv").write_text("2024-01-01 00:00:00,1\n")
+    df = spark.read.schema("at timestamp, y int").csv(str(tmp_path))
+    zones, here = spark._jvm.java.util.TimeZone, fingerprint(df)
+    default = zones.getDefault()
+    zones.setDefault(zones.getTimeZone("Asia/Kathmandu"))
+    try:
+        assert fingerprint(df) != here
+    finally:
+        zones.setDefault(default)
+    assert fingerprint(df) == here is not None
+
+
 def test_nondeterministic_rows_are_never_reused(spark, source):
     _, read = source
     df = read()

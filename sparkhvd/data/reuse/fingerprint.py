@@ -10,8 +10,8 @@ again. The fingerprint covers:
   modification time, listed now and equal to the listing of the DataFrame. A cache holds the original rows, whatever its
   files hold now. So a cache is identified by the number of its RDD, which is unique in the application, and its rows
   are recognized as long as the cache lives;
-- the session's ``spark.sql`` settings, the versions of Spark and of the written format, the selection and the split's
-  seed;
+- the session's ``spark.sql`` settings and time zone, the versions of Spark and of the written format, the selection and
+  the split's seed;
 - with ``sample`` or ``randomSplit``, which choose rows by their position in partitions, the parallelism that partitions
   files and ranges.
 
@@ -97,6 +97,7 @@ _ACCESS_TIME = re.compile(r"access_time=\d+; ")
 _PROCESS = re.compile(r"[^/]*/\d+/(?P<pid>\d{1,9})@(?P<start>\d+)@(?P<machine>.*)", re.DOTALL)
 # Settings that do not affect rows and differ between sessions.
 _IGNORED_SETTINGS = ("spark.sql.warehouse.dir", "spark.sql.artifact.", "spark.sql.session.uuid")
+_TIME_ZONE = "spark.sql.session.timeZone"
 
 
 class _UnknownError(Exception):
@@ -183,6 +184,8 @@ def _session(df: DataFrame) -> list[object]:
         for name, value in session_settings(spark).items()
         if name.startswith("spark.sql.") and not name.startswith(_IGNORED_SETTINGS)
     }
+    # Unless it is set, the time zone is that of the machine. Files with texts of times are read in it.
+    chosen[_TIME_ZONE] = str(spark.conf.get(_TIME_ZONE))
     return [spark.version, sorted(chosen.items())]
 
 
