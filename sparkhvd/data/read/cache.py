@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -80,8 +79,10 @@ def on_disk(folders: Sequence[str]) -> Keep:
                     for batch in batches:
                         writer.write_batch(batch)
                 file.flush()
-                # The mapping keeps the file's content alive until the last batch is freed.
-                content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                # The mapping keeps the file's content alive until the last batch is freed. Unlike Python's, it needs no
+                # file descriptor: a dataset may have more row groups than a process may open files.
+                with pa.memory_map(f"/proc/self/fd/{file.fileno()}") as mapped:
+                    content = mapped.read_buffer()
         except StoreError:
             raise
         except OSError as error:
@@ -89,6 +90,6 @@ def on_disk(folders: Sequence[str]) -> Keep:
                 f"Cannot keep rows on the local disk in {', '.join(folders)}: {error.strerror or error}. Free "
                 "some space there, set spark.local.dir to a larger disk, or train without the cache."
             ) from error
-        return list(pa.ipc.open_stream(pa.py_buffer(content)))
+        return list(pa.ipc.open_stream(content))
 
     return keep
