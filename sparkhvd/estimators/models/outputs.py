@@ -312,7 +312,7 @@ def _elements(values: npt.NDArray[Any], element: pa.DataType) -> pa.Array:
     import pyarrow as pa  # noqa: PLC0415
 
     if pa.types.is_string(element) or pa.types.is_large_string(element):
-        return pa.array([str(value) for value in values.tolist()], element)
+        return pa.array([None if value is None else str(value) for value in values.tolist()], element)
     numpy_type = np.dtype(element.to_pandas_dtype())
     if numpy_type.kind not in "iub" or np.can_cast(values.dtype, numpy_type):
         return pa.array(np.ascontiguousarray(values, dtype=numpy_type), element)

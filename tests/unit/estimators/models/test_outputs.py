@@ -101,6 +101,7 @@ def test_types_that_an_output_cannot_have_are_refused(kind, known, message):
             pa.struct({"a": pa.list_(pa.float32()), "b": pa.string()}),
             [{"a": [1.5], "b": "x"}],
         ),
+        (np.array(["x", None, 1]), OutputColumn("o", "string"), pa.string(), ["x", None, "1"]),
         (np.zeros((0, 3)), OutputColumn("o", ""), pa.list_(pa.float32()), []),
     ],
 )
