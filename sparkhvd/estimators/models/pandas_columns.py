@@ -78,7 +78,8 @@ def _rows(present: pd.Series[Any], column: ColumnSpec) -> npt.NDArray[np.generic
 
 def _null_mask(series: pd.Series[Any], column: ColumnSpec) -> npt.NDArray[np.bool_]:
     """Return a mask of NULL rows; in a float column without a fill, NaN is a value although pandas uses it for NULL."""
-    if column.fill is None and column.dtype.startswith("float") and series.dtype.kind == "f":
+    is_numpy = isinstance(series.dtype, np.dtype)  # pandas' own types distinguish NaN and NULL
+    if column.fill is None and column.dtype.startswith("float") and is_numpy and series.dtype.kind == "f":
         return np.zeros(len(series), bool)
     return series.isna().to_numpy(bool)
 

@@ -255,6 +255,8 @@ def test_null_without_a_fill_is_refused_unless_it_is_nan_in_a_float_column():
     assert predictor.inputs["x"].tolist() == [3, 4]
     pandas_model(predictor, (("x", real),)).predict(pd.DataFrame({"x": [3.0, np.nan]}))
     assert np.isnan(predictor.inputs["x"]).tolist() == [False, True]
+    with pytest.raises(DataError, match="'x' holds NULL in 1 of 2 rows"):
+        pandas_model(predictor, (("x", real),)).predict(pd.DataFrame({"x": pd.array([3.0, None], "Float64")}))
 
 
 def test_a_sparse_column_of_a_pandas_table_reaches_the_model_as_entries():
