@@ -242,12 +242,13 @@ def selected(manifest: Manifest, wanted: ColumnRequest) -> Manifest:
     """Return the manifest with the selected columns only.
 
     Raises:
-        SchemaError: a column does not exist, or a fill does not fit.
+        SchemaError: a column does not exist, has two uses, or cannot be the weight, or a fill does not fit.
     """
     if wanted.features is not None:
         manifest = with_columns(manifest, wanted.features, wanted.labels, wanted.weight)
     elif wanted.labels or wanted.weight:
-        others = [*wanted.labels, *([] if wanted.weight is None else [wanted.weight])]
+        requested = [*wanted.labels, *([] if wanted.weight is None else [wanted.weight])]
+        others = {column for name in requested for column in manifest.schema.fields_of(name)}
         features = [name for name in manifest.schema.names() if name not in others]
         manifest = with_columns(manifest, features, wanted.labels, wanted.weight)
     if not wanted.fill:

@@ -27,7 +27,7 @@ from sparkhvd.data.reuse.dataset_names import difference, notes_of
 from sparkhvd.data.reuse.fingerprint import Fingerprint, fingerprint, living_caches
 from sparkhvd.data.schema.data_schema import DataSchema, Fill, Role
 from sparkhvd.data.schema.manifest import Manifest, load
-from sparkhvd.data.schema.selection import Selection, no_such_column, select
+from sparkhvd.data.schema.selection import Selection, check_roles, no_such_column, select
 from sparkhvd.data.spark.settings import with_spark_credentials
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import ConfigError, DataError, SchemaError, SparkHvdError, StoreError
@@ -349,7 +349,7 @@ def with_columns(
     """Return the manifest with these columns only, in the roles of the arguments.
 
     Raises:
-        SchemaError: a column does not exist.
+        SchemaError: a column does not exist, has two uses, or cannot be the weight.
     """
     wanted: list[tuple[str, Role]] = [(name, "feature") for name in feature_cols]
     wanted += [(name, "label") for name in label_cols]
@@ -360,7 +360,9 @@ def with_columns(
         if not fields:
             raise no_such_column(name, role, manifest.schema.names(), f"The dataset {manifest.dataset_id} has")
         columns += [replace(manifest.schema[field], role=role) for field in fields]
-    return replace(manifest, schema=DataSchema(tuple(columns)))
+    schema = DataSchema(tuple(columns))
+    check_roles(schema)
+    return replace(manifest, schema=schema)
 
 
 def clean(store: Store | str) -> list[str]:

@@ -97,13 +97,22 @@ def completed(
     Raises:
         SchemaError: a column appears twice, cannot be used, or cannot be sparse or filled as requested.
     """
-    _refuse_duplicates(schema.names())
-    for column in schema.columns:
-        if column.role == "weight" and (column.kind != "scalar" or not column.is_number or column.dtype == "bool"):
-            raise SchemaError(f"Column {column.name!r} is not a number; a weight is one number per row.")
-        if not transformed:
-            numbers_only(column)
+    check_roles(schema)
+    for column in () if transformed else schema.columns:
+        numbers_only(column)
     return DataSchema(tuple(_filled(_with_sparse(list(schema.columns), sparse_cols), fill)))
+
+
+def check_roles(schema: DataSchema) -> None:
+    """Refuse a column with two uses, and a weight that is not one number per row.
+
+    Raises:
+        SchemaError: see above.
+    """
+    _refuse_duplicates(schema.names())
+    for column in schema.of("weight"):
+        if column.kind != "scalar" or not column.is_number or column.dtype == "bool":
+            raise SchemaError(f"Column {column.name!r} is not a number; a weight is one number per row.")
 
 
 def no_such_column(name: str, use: str, names: Sequence[str], there_are: str) -> SchemaError:

@@ -487,6 +487,16 @@ def test_a_weight_must_be_a_number(folder):
     assert [column.name for column in files.manifest.schema.of("weight")] == ["id"]
     with pytest.raises(SchemaError, match=r"Column 'fixed' is not a number; a weight is one number per row"):
         opened(folder, ["x"], weight_col="fixed")
+    manifest = opened(folder, ["x", "fixed"]).manifest  # such as that of prepared rows
+    with pytest.raises(SchemaError, match=r"Column 'fixed' is not a number; a weight is one number per row"):
+        selected(manifest, ColumnRequest(["x"], ["y"], "fixed"))
+
+
+@pytest.mark.parametrize("request_", [ColumnRequest(["x", "y"], ["y"]), ColumnRequest(["x"], ["y"], "y")])
+def test_a_column_has_one_use(folder, request_):
+    manifest = opened(folder, ["x"]).manifest
+    with pytest.raises(SchemaError, match=r"Column 'y' is selected more than once among features, labels, weight"):
+        selected(manifest, request_)
 
 
 def test_existing_files_are_never_written_to(folder):
@@ -512,3 +522,4 @@ def test_ten_thousand_columns_are_opened_and_chosen_in_seconds(tmp_path):
 def test_a_column_is_not_confused_with_the_struct_of_another_column(tmp_path):
     manifest = opened(write(tmp_path / "p", y=[1.0], **{"a": [1.0], "a.b": [2.0], "s.u": [3.0]}), None).manifest
     assert selected(manifest, ColumnRequest(["a", "s"], ["y"])).schema.names() == ["a", "s.u", "y"]
+    assert selected(manifest, ColumnRequest(None, ["s"])).schema.names() == ["a", "a.b", "y", "s.u"]
