@@ -48,7 +48,7 @@ class TorchState(ObjectState):
 
     It holds the ``state_dict`` of every model and optimizer, but not their other attributes, such as counters. Pass
     such attributes as plain values. Parameter groups that an optimizer got after the last commit are removed by
-    ``restore``, so the function can add them again.
+    ``restore``, so the function can add them again. Gradients are not part of a commit: ``restore`` sets them to None.
 
     Args:
         model: the model; None if there is none.
@@ -157,6 +157,8 @@ class _OptimizerPart:
                 f"The commit has an optimizer with {counted(committed, 'parameter group')}, but this rank's has "
                 f"{len(groups)}. Call add_param_group() for the missing groups before the state is restored."
             )
+        for parameter in (parameter for group in groups for parameter in group["params"]):
+            parameter.grad = None  # the next backward pass would add to the gradient of the interrupted step
         if isinstance(self._optimizer, ExchangingOptimizer):
             self._optimizer.drop_param_groups(committed)
         else:
@@ -186,6 +188,9 @@ class _StatefulPart:
 
     def restore(self) -> None:
         self._value.load_state_dict(copy.deepcopy(self.saved))
+        if isinstance(self._value, torch.amp.GradScaler):
+            # The interrupted step may have unscaled gradients. PyTorch has no public way to forget that.
+            self._value._per_optimizer_states.clear()  # noqa: SLF001
 
     def sync(self) -> None:
         state = objects.broadcast_object(session.current(), self._value.state_dict(), name="elastic.state_dict")

@@ -98,6 +98,41 @@ def test_an_optimizer_whose_exchange_has_failed_works_after_a_reset():
     assert model.weight.grad.tolist() == [[2.0, 2.0, 2.0]]
 
 
+@pytest.mark.parametrize("kind", ["plain", "average", "adasum"])
+def test_a_restore_forgets_the_gradients_and_the_scaling_of_the_interrupted_step(kind):
+    model = torch.nn.Linear(3, 1)
+    optimizers = [torch.optim.SGD([parameter], lr=0.1) for parameter in (model.weight, model.bias)]
+    if kind != "plain":
+        op = hvd.Adasum if kind == "adasum" else hvd.Average
+        names = ("weight", "bias")
+        optimizers = [
+            hvd.DistributedOptimizer(optimizer, [(name, getattr(model, name))], op=op)
+            for optimizer, name in zip(optimizers, names, strict=True)
+        ]
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    state = hvd.elastic.TorchState(model, optimizers[0], other=optimizers[1], scaler=scaler)
+    state.sync()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+
+    def backward():
+        scaler.scale(model(torch.ones(2, 3)).sum()).backward()
+
+    backward()
+    scaler.step(optimizers[0])
+    scaler.unscale_(optimizers[1])
+    hvd.shutdown()
+    state.restore()
+    hvd.init()
+    state.on_reset()
+    state.sync()
+    backward()  # loops may reset the gradients after a step instead of before it
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    steps = [parameter.detach() - value for parameter, value in zip(model.parameters(), before, strict=True)]
+    assert [step.flatten().tolist() for step in steps] == [[pytest.approx(-0.2)] * 3, [pytest.approx(-0.2)]]
+
+
 def test_a_state_without_a_model_takes_values_and_any_number_of_models():
     first, second = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
     state = hvd.elastic.TorchState(first=first, second=second, best=0.5)
