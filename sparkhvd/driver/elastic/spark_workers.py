@@ -29,6 +29,7 @@ from sparkhvd.comm.connect.launch_context import MembershipAddress
 from sparkhvd.compat.spark import inheriting, is_connect, is_stopped
 from sparkhvd.data.spark.job import add_tag, cancel, new_tag
 from sparkhvd.deadline import Deadline
+from sparkhvd.driver.elastic.roster import Cooldown
 from sparkhvd.driver.elastic.workers import DiscoveryFailed, Event, Offered, WorkerStarting
 from sparkhvd.driver.launcher import warn_of_versions
 from sparkhvd.driver.log_stream import LogStream
@@ -64,9 +65,8 @@ logger = logging.getLogger(__name__)
 
 # How long a lease's task may take to end its worker and itself, before its Spark job is cancelled.
 _END_SECONDS = 8.0
-# The pause before a lease is submitted again: it doubles with every failure in a row.
-_SHORTEST_PAUSE_SECONDS = 0.5
-_LONGEST_PAUSE_SECONDS = 30.0
+# The pause before a lease is submitted again.
+_PAUSE = Cooldown(shortest=0.5, longest=30.0)
 # How long a job holds too few slots before it gives them back; the time doubles with every return.
 _HOLD_SECONDS = (10.0, 20.0)
 # How long a job requests no slots after it has given its slots back.
@@ -492,8 +492,7 @@ class SparkWorkers:
                 self._inbox.put(DiscoveryFailed(why, final))
                 if final:
                     return
-            pause = min(_LONGEST_PAUSE_SECONDS, _SHORTEST_PAUSE_SECONDS * 2.0 ** (failures - 1))
-            self._closing.wait(pause)
+            self._closing.wait(_PAUSE.seconds(failures))
 
     def _run_job(self, tag: str, task: TaskFunction) -> Exception | None:
         """Run a Spark job with one task, and return its error or None."""
