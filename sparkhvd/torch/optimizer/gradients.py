@@ -30,7 +30,8 @@ class _TrackedParameter:
 
     name: str
     parameter: torch.Tensor
-    accumulation: Node | None = None  # the node of autograd that adds to ``grad``; set with the hooks
+    accumulation: Node | None = None  # the node of autograd that adds to ``grad``
+    form: tuple[torch.dtype, torch.device] | None = None  # of the parameter when ``accumulation`` was its node
     hooks: list[RemovableHandle] = field(default_factory=list)
     passes: int = 0  # counts the passes of the step from -backward_passes_per_step up; 0 after the last
     transfer: Transfer | None = None
@@ -216,9 +217,11 @@ class GradientExchange:
             if not parameter.requires_grad:
                 continue
             self._unsent += tracked.transfer is None
-            if not tracked.hooks:
+            if tracked.form != (form := (parameter.dtype, parameter.device)):  # ``model.to()`` replaces the node
+                tracked.form = form
                 with torch.enable_grad():
                     tracked.accumulation = parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+            if not tracked.hooks:
                 # A strong reference would keep the parameter forever: the node of autograd holds it where the garbage
                 # collector cannot see it.
                 before = partial(_before_accumulation, exchange, weakref.ref(tracked))

@@ -93,6 +93,18 @@ def test_a_hook_takes_the_step_of_each_parameter_during_backward(group, wraps_fi
     assert group.run(step_during_backward, wraps_first) == [[-1.5, -4.5, -7.5]] * 2
 
 
+@pytest.mark.usefixtures("alone")
+def test_shares_of_several_passes_hold_after_the_model_has_changed_its_type():
+    model = torch.nn.Linear(3, 1)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), backward_passes_per_step=2)
+    model.double()
+    for share in (0.25, 0.75):
+        optimizer.weight_next(share)
+        (model(torch.ones(1, 3).double()) * 2.0).sum().backward()
+    optimizer.synchronize()
+    assert model.weight.grad.tolist() == [[2.0] * 3]
+
+
 def schedule_from_before(op):
     weight = torch.nn.Parameter(torch.zeros(1))
     original = torch.optim.SGD([weight], lr=1.0, momentum=0.5)
