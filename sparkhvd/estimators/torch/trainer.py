@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch.nn.parameter import is_lazy
 
 import sparkhvd.torch as hvd
 from sparkhvd.comm import objects, session
@@ -101,8 +102,7 @@ class TorchTrainer:
             "lr_scale": self._lr_scale,
             "schedule": self._schedule.state(),
             "scaler": self._stepper.scaler.state_dict(),
-            "losses": [_loss_state(loss) for loss in self._package.objective.loss_modules()],
-            "loss_buffers": [non_persistent_buffers(loss) for loss in self._package.objective.loss_modules()],
+            **self._loss_states(),
             "attributes": self._attributes.state(),
         }
         torch.save(content, buffer)
@@ -129,16 +129,13 @@ class TorchTrainer:
         self._schedule.restore(content["schedule"], factor)
         if content["scaler"]:
             self._stepper.scaler.load_state_dict(content["scaler"])
-        for loss, values in zip(self._package.objective.loss_modules(), content["losses"], strict=True):
-            take_new_buffers(loss, values)
-            loss.load_state_dict(values, strict=False)
-        for loss, buffers in zip(self._package.objective.loss_modules(), content.get("loss_buffers", ()), strict=False):
-            take_buffers(loss, buffers)
+        self._restore_losses(content)
         self._attributes.restore(content.get("attributes", {}))
 
     def fit(self, train: BatchSource, val: BatchSource | None, hooks: TrainHooks) -> None:
         """Train from ``hooks.first_epoch`` to the last epoch, or until a hook stops it; collective."""
         _check_devices(self._device)
+        self._agree_on_losses()
         self._move(self._device)
         hvd.broadcast_parameters(_tensors(self._model), root_rank=0)
         hvd.broadcast_optimizer_state(self._plain_optimizer, root_rank=0)
@@ -269,12 +266,36 @@ class TorchTrainer:
                     self._rows_of_buffers += batch.rows  # a loss may also change its buffers here
         return measures
 
+    def _loss_states(self) -> dict[str, Any]:
+        losses = self._package.objective.loss_modules()
+        return {
+            "losses": [_loss_state(loss) for loss in losses],
+            "loss_buffers": [non_persistent_buffers(loss) for loss in losses],
+        }
+
+    def _restore_losses(self, content: Mapping[str, Any]) -> None:
+        losses = self._package.objective.loss_modules()
+        for loss, values in zip(losses, content["losses"], strict=True):
+            take_new_buffers(loss, values)
+            loss.load_state_dict(values, strict=False)
+        for loss, buffers in zip(losses, content.get("loss_buffers", ()), strict=False):
+            take_buffers(loss, buffers)
+
+    def _agree_on_losses(self) -> None:
+        """Give all ranks the state of rank 0's losses: ``loss_constructors`` may draw random numbers."""
+        if not self._package.objective.constructors:
+            return
+        states = objects.broadcast_object(session.current(), self._loss_states(), name="states of the losses")
+        if self._world.rank != 0:
+            self._restore_losses(states)
+
     def _adopt(self, optimizer: torch.optim.Optimizer) -> None:
         self._plain_optimizer.__dict__.update(own_attributes(optimizer))
 
     def _move(self, device: torch.device) -> None:
         if device.type != "cpu" or next((p.device.type for p in self._model.parameters()), "cpu") != "cpu":
-            self._model.to(device)
+            for module in (self._model, *self._package.objective.loss_modules()):
+                module.to(device)
             # Loading moves the state to the device of the parameters.
             load_optimizer_state(self._plain_optimizer, self._plain_optimizer.state_dict())
 
@@ -297,9 +318,12 @@ def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _loss_state(loss: torch.nn.Module) -> dict[str, Any]:
-    """Return the state of a loss, with the extra states that a checkpoint can hold."""
-    state = loss.state_dict()
-    return {name: part for name, part in state.items() if isinstance(part, torch.Tensor) or is_loadable(part)}
+    """Return the state of a loss without lazy parameters, and with the extra states that a checkpoint can hold."""
+    return {
+        name: part
+        for name, part in loss.state_dict().items()
+        if (not is_lazy(part) if isinstance(part, torch.Tensor) else is_loadable(part))
+    }
 
 
 def _scale_lr(optimizer: torch.optim.Optimizer, factor: float) -> None:

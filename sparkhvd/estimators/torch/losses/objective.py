@@ -61,7 +61,7 @@ class Objective:
         metrics: metrics that are reported with the loss.
         weight_col: the column with the weight of every row. A weighted loss is the mean over the rows of weight times
             loss: it is divided by the number of rows, not by the sum of the weights.
-        constructors: functions that create the losses on the rank, if there are no ``losses``.
+        constructors: functions that create ``losses`` on the rank; empty if the user passed losses.
     """
 
     label_cols: tuple[str, ...]

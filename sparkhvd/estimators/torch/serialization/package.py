@@ -62,7 +62,7 @@ class Package:
             return self
         known = {"model": self.model, "optimizer": self.optimizer, "label_cols": self.objective.label_cols}
         losses = tuple(_construct_loss(make, known) for make in self.objective.constructors)
-        return replace(self, objective=replace(self.objective, losses=losses, constructors=()))
+        return replace(self, objective=replace(self.objective, losses=losses))
 
 
 class HasModel(Protocol):

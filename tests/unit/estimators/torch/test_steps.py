@@ -13,6 +13,7 @@ import torch
 import torchmetrics
 from torch.nn import functional
 
+import sparkhvd.torch as hvd
 from sparkhvd.comm import session
 from sparkhvd.data.read.batches import Batch
 from sparkhvd.errors import ModelOutputError, ParamError
@@ -393,6 +394,28 @@ def test_losses_are_created_on_the_ranks(group):
     for made in (smooth, lambda **known: functional.cross_entropy):
         found = group.run(train, {"loss": None, "loss_constructors": [made]}, {})
         assert np.array_equal(found[0][0], plain[0][0])
+
+
+class Tempered(torch.nn.Module):
+    """A loss with a weight that the optimizer trains and a buffer, whose first values differ between ranks."""
+
+    def __init__(self, optimizer):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.full((1,), 2.0 + hvd.rank()))
+        self.register_buffer("shift", torch.full((3,), 0.5 * hvd.rank()), persistent=False)
+        optimizer.add_param_group({"params": [self.scale]})
+
+    def forward(self, output, label):
+        return functional.cross_entropy((output + self.shift * output.square()) * self.scale, label)
+
+
+@pytest.mark.usefixtures("alone")
+def test_all_ranks_train_with_the_values_that_rank_0_gave_its_loss(group):
+    losses = {"loss": None, "loss_constructors": [Tempered]}
+    one_process = make(World(), **losses)
+    one_process.fit(source(0, size=1), None, Hooks())
+    for parameters, *_ in group.run(train, losses, {}):
+        assert differs(parameters, flat(one_process._model)) < 1e-5
 
 
 class ByName(torchmetrics.MinMaxMetric):
