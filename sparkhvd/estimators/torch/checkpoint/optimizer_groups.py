@@ -37,8 +37,11 @@ def load_with_groups(
     """
     del optimizer.param_groups[max(own, len(state["param_groups"])) :]
     if module is not None:
-        for group in names[len(optimizer.param_groups) :]:
-            optimizer.add_param_group({"params": [module.get_parameter(name) for name in group]})
+        for number in range(len(optimizer.param_groups), len(names)):
+            parameters: list[Any] = [module.get_parameter(name) for name in names[number]]
+            if (given := state["param_groups"][number].get("param_names")) is not None:  # the user has named them
+                parameters = list(zip(given, parameters, strict=True))
+            optimizer.add_param_group({"params": parameters})
     load_optimizer_state(optimizer, dict(state))
 
 

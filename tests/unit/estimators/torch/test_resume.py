@@ -18,6 +18,7 @@ import sparkhvd.torch as hvd
 from sparkhvd.comm import session
 from sparkhvd.estimators.reports import EpochRecord
 from sparkhvd.estimators.torch.callbacks import TorchCallback
+from sparkhvd.estimators.torch.checkpoint.optimizer_groups import load_with_groups, named_groups
 from sparkhvd.estimators.torch.checkpoint.safe_state import plain_numbers
 from sparkhvd.estimators.torch.plugin import PLUGIN
 from sparkhvd.estimators.torch.schedule import LRSchedule, RunningSchedule
@@ -338,6 +339,16 @@ def test_groups_that_callbacks_add_to_the_optimizer_are_part_of_each_epochs_stat
         assert np.array_equal(undisturbed, resumed)
         assert np.array_equal(undisturbed, restored)
         assert groups == [(1, ["0.weight", "0.bias"]), (2, []), (2, [])]
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 6), reason="this PyTorch has no named parameters in optimizers")
+def test_added_groups_of_named_parameters_keep_their_names():
+    model = network()
+    first, last = (list(model[index].named_parameters(prefix=str(index))) for index in (0, 2))
+    trained, resumed = (torch.optim.SGD(last, lr=0.1, momentum=0.9) for _ in range(2))
+    trained.add_param_group({"params": first, "lr": 0.5})
+    load_with_groups(resumed, trained.state_dict(), own=1, module=model, names=named_groups(trained, model))
+    assert resumed.state_dict() == trained.state_dict()
 
 
 class AtStep(Hooks):
