@@ -19,7 +19,7 @@ from sparkhvd.comm.connect.commit_folder import CommitFolder, CommitPublisher
 from sparkhvd.comm.connect.inherited_world import inherited_world
 from sparkhvd.comm.connect.launch_context import LaunchContext
 from sparkhvd.comm.connect.loss_watch import LossWatch
-from sparkhvd.comm.connect.membership import Membership, scope_of
+from sparkhvd.comm.connect.membership import LOST_CONNECTIONS, Membership, scope_of
 from sparkhvd.comm.connect.rendezvous import RendezvousClient, RendezvousServer
 from sparkhvd.comm.process_sets import MpiCommunicator, ProcessSet, require_addable
 from sparkhvd.comm.stall.report import StallReport
@@ -37,7 +37,6 @@ from sparkhvd.deadline import Deadline
 from sparkhvd.errors import (
     ConfigError,
     DeadlineExceededError,
-    HorovodInternalError,
     MismatchError,
     NotInitializedError,
     SparkHvdError,
@@ -202,7 +201,7 @@ def _join_generation(
                 logging.getLogger("sparkhvd").setLevel(current.config.log_level)
             require_addable(sets, current.world.size)
             communicator = _open_communicator(current, scope, sets)
-        except HorovodInternalError as error:  # a member was lost meanwhile: the driver forms another generation
+        except LOST_CONNECTIONS as error:  # a member was lost meanwhile: the driver forms another generation
             membership.reason = f"could not connect: {error}"
         else:
             _session.watch = _watch(membership, communicator)

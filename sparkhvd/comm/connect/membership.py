@@ -27,13 +27,18 @@ from sparkhvd.comm.connect.loss_watch import LossWatch
 from sparkhvd.comm.connect.rendezvous import RendezvousClient
 from sparkhvd.config import export
 from sparkhvd.deadline import Deadline
-from sparkhvd.errors import DeadlineExceededError, LaunchError
+from sparkhvd.errors import AuthenticationError, DeadlineExceededError, HorovodInternalError, LaunchError
 from sparkhvd.world import World
 
 # A worker may wait for weeks for a slot. The end of the driver ends the wait.
 _WAIT_SECONDS = 400 * 86400.0
 # The time limit of a request to the membership server, which answers at once unless its host is overloaded.
 _REPORT_SECONDS = 30.0
+
+# The errors of a worker whose generation has lost a member. A member or a rendezvous that ends during the handshake of
+# a new connection looks like one that does not know the secret. The membership server has already shown that the
+# worker knows it.
+LOST_CONNECTIONS = (HorovodInternalError, AuthenticationError)
 
 WAITING = "waiting"
 SYNCED = "synced"

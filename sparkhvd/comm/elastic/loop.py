@@ -12,9 +12,9 @@ import numpy as np
 from sparkhvd._util.texts import first_line
 from sparkhvd.comm import session
 from sparkhvd.comm.connect.commit_folder import number_of
-from sparkhvd.comm.connect.membership import Membership
+from sparkhvd.comm.connect.membership import LOST_CONNECTIONS, Membership
 from sparkhvd.comm.elastic.state import State
-from sparkhvd.errors import HorovodInternalError, HostsUpdatedInterrupt, MismatchError, SparkHvdError
+from sparkhvd.errors import HostsUpdatedInterrupt, MismatchError, SparkHvdError
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ def _run(membership: Membership, state: State, train: Callable[[], Result]) -> R
             session.current().barrier(name="elastic.end")
         except MismatchError:
             raise  # an error of the program, which would return every time
-        except HorovodInternalError as error:
+        except LOST_CONNECTIONS as error:
             logger.info("A collective failed, so this rank returns to its last commit: %s", error)
             membership.reason = first_line(error)
             state.restore()

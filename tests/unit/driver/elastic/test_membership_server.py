@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import os
 import queue
+import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -132,6 +134,36 @@ def test_a_loss_that_the_driver_reports_ends_only_the_collectives_of_its_generat
         session.shutdown()
         for communicator in peers:
             communicator.close()
+        session.set_launch_context(LaunchContext())
+        server.close()
+
+
+@pytest.mark.usefixtures("_restored_environment")
+def test_a_rank_whose_generation_ends_while_it_connects_waits_for_the_next_one():
+    inbox: queue.SimpleQueue = queue.SimpleQueue()
+    server = MembershipServer(b"secret", inbox)
+    server.listen_to(0)
+    session.set_launch_context(LaunchContext(membership=replace(server.address, worker=0)))
+    reports: list[Report] = []
+
+    def form_generations() -> None:
+        reports.append(inbox.get(timeout=30).report)
+        with socket.create_server(("127.0.0.1", 0)) as rendezvous:
+            server.assign(0, 0, assignment_of_rank_0(1, 2, rendezvous.getsockname()[1]))
+            rendezvous.accept()[0].close()
+        reports.append(inbox.get(timeout=30).report)
+        server.assign(0, 1, assignment_of_rank_0(2, 1, 0))
+
+    try:
+        with ThreadPoolExecutor(1) as driver:
+            formed = driver.submit(form_generations)
+            session.init()
+            formed.result()
+        assert session.size() == 1
+        assert [report.kind for report in reports] == [WAITING, WAITING]
+        assert "could not connect: " in reports[1].reason
+    finally:
+        session.shutdown()
         session.set_launch_context(LaunchContext())
         server.close()
 
