@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Protocol, TypeVar
+from weakref import WeakKeyDictionary
 
 from sparkhvd import _core
 from sparkhvd._util.counts import counted
@@ -63,6 +64,7 @@ class Channel:
     on_devices: bool = False
     suggestion: nccl.Suggestion = field(default_factory=nccl.Suggestion, repr=False)
     counts: defaultdict[str, Iterator[int]] = field(default_factory=_counters, repr=False)  # unnamed operations by kind
+    names: WeakKeyDictionary[object, str] = field(default_factory=WeakKeyDictionary, repr=False)  # see ``name_of``
 
     @property
     def size(self) -> int:
@@ -77,9 +79,20 @@ class Channel:
             raise ConfigError(f"The name of a collective must be a string, got {name!r}.")
         return name
 
+    def name_of(self, owner: object, kind: str) -> str:
+        """Return the name of the operations of an object, such as a layer, which is numbered at its first use.
+
+        The name stays the same, so the response cache recognizes the operations. The ranks of each channel number the
+        objects in the same order, also if some of the ranks have used the objects in earlier channels.
+        """
+        if owner not in self.names:
+            self.names[owner] = self.named(kind, None)
+        return self.names[owner]
+
     def renumber(self) -> None:
         """Number unnamed operations from 0 again."""
         self.counts.clear()
+        self.names.clear()
 
     def engine_rank_of(self, rank: int) -> int:
         """Return the engine's number of a rank of the job.

@@ -45,7 +45,6 @@ class SyncBatchNorm(_BatchNorm):
         super().__init__(num_features, eps, momentum, affine, track_running_stats)
         self.process_set = process_set
         self.counts_rows = True  # False where the rows of this rank are placeholders and must not be counted
-        self._name: str | None = None  # of the layer's operations; always the same, so the response cache recognizes it
 
     @classmethod
     def convert_sync_batchnorm(cls, module: torch.nn.Module, process_set: ProcessSet | None = None) -> torch.nn.Module:
@@ -82,10 +81,8 @@ class SyncBatchNorm(_BatchNorm):
         self._check_input_dim(input)
         if not self.training:
             return super().forward(input)
-        channel = session.current().channel(self.process_set)
-        if self._name is None:
-            self._name = channel.named("sync_batch_norm", None)
-        common = (self._name, self.process_set, self.counts_rows)
+        name = session.current().channel(self.process_set).name_of(self, "sync_batch_norm")
+        common = (name, self.process_set, self.counts_rows)
         output, mean, variance, count = _apply(input, self.weight, self.bias, self.eps, *common)
         if self.track_running_stats:
             self._track(mean, variance, count)

@@ -97,6 +97,17 @@ def differentiate_twice():
         first.square().sum().backward()
 
 
+def use_layers_on_old_and_new_ranks():
+    """Use a layer before the ranks connect again, on all ranks but the last, and another layer only after that."""
+    early, late, x = hvd.SyncBatchNorm(2), hvd.SyncBatchNorm(2), torch.randn(4, 2)
+    copied = copy.deepcopy(early)
+    early(x)
+    hvd.shutdown()
+    hvd.init()
+    first = copied if hvd.rank() == hvd.size() - 1 else early  # a new process has not used it yet
+    return late(first(x)).shape
+
+
 def run_with_too_few_rows():
     layer = hvd.SyncBatchNorm(2)
     with pytest.raises(ValueError, match="than 1 value per channel in training mode, but all ranks together have 1"):
@@ -130,6 +141,10 @@ def test_small_floats_keep_their_type(group):
 
 def test_second_derivatives_are_refused_because_they_would_be_wrong(group):
     group.run(differentiate_twice)
+
+
+def test_layers_that_only_some_ranks_have_used_before_belong_together(group):
+    assert group.run(use_layers_on_old_and_new_ranks) == [(4, 2)] * RANKS
 
 
 def test_a_single_value_without_variance_is_an_error_on_every_rank(group):
