@@ -24,7 +24,7 @@ Scheduler = torch.optim.lr_scheduler.LRScheduler
 RATES = ("lr", "initial_lr", "max_lr", "min_lr")
 _OMITTED = object()  # a value that a checkpoint cannot hold
 # Schedulers with learning rates of their own, which scale_lr cannot scale.
-_RATE_OWNERS = ("CyclicLR", "OneCycleLR", "ReduceLROnPlateau")
+_RATE_OWNERS = ("CyclicLR", "OneCycleLR", "ReduceLROnPlateau", "SWALR")
 
 
 @dataclass(frozen=True)

@@ -52,15 +52,19 @@ def test_a_model_that_loses_its_parameters_in_a_pickle_is_refused(plugin):
         plugin.check(params, DATA, None)
 
 
+@pytest.mark.parametrize("kind", ["OneCycleLR", "SWALR"])
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("function", [False, True])
-def test_a_schedule_with_absolute_rates_cannot_be_scaled(inside, function):
+def test_a_schedule_with_absolute_rates_cannot_be_scaled(inside, function, kind):
     def cycle(optimizer):
-        one = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10)
+        if kind == "SWALR":
+            one = torch.optim.swa_utils.SWALR(optimizer, 0.1)
+        else:
+            one = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10)
         return torch.optim.lr_scheduler.ChainedScheduler([one], optimizer) if inside else one
 
     schedule = (lambda _: LRSchedule(cycle)) if function else (lambda optimizer: LRSchedule(cycle(optimizer)))
-    refused("cannot scale the learning rates that OneCycleLR was created with", lr_scheduler=schedule, scale_lr=True)
+    refused(f"cannot scale the learning rates that {kind} was created with", lr_scheduler=schedule, scale_lr=True)
 
 
 def test_a_number_is_not_a_schedule():
