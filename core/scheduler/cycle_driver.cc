@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <chrono>
 
+#include "base/default_arithmetic.h"
+
 namespace sparkhvd {
 namespace {
 
@@ -39,6 +41,7 @@ void CycleDriver::DriveUntilDone(const Operation& operation, Deadline deadline) 
 }
 
 void CycleDriver::RunCycle(Deadline patience) noexcept {
+  const DefaultArithmetic arithmetic;
   const Status status = parts_.cycle.Run(patience);
   if (!status.ok()) parts_.lifecycle.EndTogether(status);
   next_watch_ = SubmissionQueue::kAtOnce;

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <string>
 
+#include "base/default_arithmetic.h"
 #include "collectives/allreduce_shm.h"
 #include "collectives/combine_slots.h"
 #include "collectives/kernels.h"
@@ -46,6 +47,7 @@ Status CompareCalls(const ArenaSteps& steps, const ArenaSteps::Round& round) {
 Status DirectCalls::Allreduce(const Reduction& reduction, const std::byte* source,
                               std::byte* target, size_t count, Deadline deadline,
                               const std::function<bool()>& interrupted) {
+  const DefaultArithmetic arithmetic;
   const size_t bytes = count * SizeOf(reduction.dtype);
   const bool small = bytes <= SmallAllreduceBytes(steps_);
   const ArenaSteps::Round round = steps_.StartRound();

@@ -1,5 +1,7 @@
 #include <gtest/gtest.h>
 
+#include <cfenv>
+
 #include "scheduler/rank.h"
 
 namespace sparkhvd {
@@ -347,6 +349,23 @@ TEST(Engine, ShutdownFailsPendingOperationsOfItsRank) {
     ExpectFailure(FailureOf(self.TryAllreduce("later", data)), StatusCode::kShutDown,
                   {"shut down"});
     EXPECT_TRUE(self.engine.Shutdown(Soon()).ok()) << "a second shutdown does nothing";
+  });
+}
+
+TEST(Engine, ResultsDoNotDependOnTheRoundingOfTheCallingThread) {
+  OnEveryRank(OneHost(2), Quick(), [](int rank, Rank& self) {
+    std::vector<float> data(40, rank == 0 ? 1.0f : 0x1p-30f);
+    const std::vector<float> sum(data.size(), 1.0f);
+    std::vector<float> direct = data;
+    ASSERT_EQ(std::fesetround(rank == 0 ? FE_UPWARD : FE_TONEAREST), 0);
+    EXPECT_TRUE(self.engine.Wait(*self.AllreduceWithWaiter("x", data), Soon()).ok());
+    const Reduction reduction{DType::kFloat32, ReduceOp::kSum, 1.0, 1.0};
+    std::byte* const bytes = BytesOf(direct);
+    const auto never = [] { return false; };
+    EXPECT_TRUE(self.engine.AllreduceNow(reduction, bytes, bytes, direct.size(), never).ok());
+    EXPECT_EQ(std::fegetround(), rank == 0 ? FE_UPWARD : FE_TONEAREST);
+    EXPECT_EQ(data, sum);
+    EXPECT_EQ(direct, sum);
   });
 }
 

@@ -46,6 +46,8 @@ def reduce_in_every_mode():
     assert agree(hvd.allreduce, mine) == [0.5] * 3
     assert agree(lambda t: hvd.allreduce(t, op=hvd.Sum, prescale_factor=2.0, postscale_factor=5.0), mine) == [10.0] * 3
     assert agree(lambda t: hvd.allreduce(t, compression=hvd.Compression.fp16), mine) == [0.5] * 3
+    subnormal = tf.constant([2.0**-16] * 3, tf.float16)  # TensorFlow's threads replace such float32 numbers by 0
+    assert agree(lambda t: hvd.allreduce(t, op=hvd.Sum), subnormal) == [2.0**-15] * 3
     beyond_float16 = tf.constant([1e30], tf.bfloat16)
     kept = hvd.allreduce(beyond_float16, compression=hvd.Compression.fp16)
     assert (kept.dtype, float(kept[0])) == (tf.bfloat16, float(beyond_float16[0]))
