@@ -32,6 +32,7 @@ Status PeerLost(int peer, const std::string& how) {
 }
 
 Status PeerAborted(int peer, const Status& why) {
+  if (why.code() == StatusCode::kShutDown) return PeerLost(peer, "it left the job");
   return why.Annotate("rank " + std::to_string(peer) + " aborted");
 }
 

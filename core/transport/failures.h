@@ -33,7 +33,7 @@ Status LengthMismatch(int peer, size_t sent, size_t expected, const char* known 
 Status PeerLost(int peer, const std::string& how);
 
 // Returns what a rank reports when `peer` aborted with `why`: the same code and "rank 3 aborted:
-// <why>".
+// <why>". If `peer` has shut down, this rank has not: it has lost the peer.
 Status PeerAborted(int peer, const Status& why);
 
 // Fails with kInvalidArgument unless `peer` is another rank of a job with `size` ranks.

@@ -352,6 +352,24 @@ TEST(Engine, ShutdownFailsPendingOperationsOfItsRank) {
   });
 }
 
+TEST(Engine, ARankThatShutsDownWithPendingOperationsIsLostForTheOthers) {
+  for (const std::vector<int>& hosts : {OneHost(2), {0, 1}}) {
+    Gate gate(2);
+    OnEveryRank(hosts, Quick(), [&gate](int rank, Rank& self) {
+      std::vector<float> data(4);
+      const Pointer pending = self.Allreduce("pending " + std::to_string(rank), data);
+      gate.Meet();  // both ranks wait for each other
+      if (rank == 1) {
+        EXPECT_TRUE(self.engine.Shutdown(Soon()).ok());
+        return;
+      }
+      ExpectFailure(pending->Wait(Soon()), StatusCode::kPeerLost, {"rank 1"});
+      ExpectFailure(FailureOf(self.TryAllreduce("later", data)), StatusCode::kPeerLost, {"rank 1"});
+      EXPECT_EQ(self.engine.Failure().code(), StatusCode::kPeerLost);
+    });
+  }
+}
+
 TEST(Engine, ResultsDoNotDependOnTheRoundingOfTheCallingThread) {
   OnEveryRank(OneHost(2), Quick(), [](int rank, Rank& self) {
     std::vector<float> data(40, rank == 0 ? 1.0f : 0x1p-30f);
