@@ -142,7 +142,7 @@ class Trials:
         Raises:
             ParamError: the best model of the earlier search cannot be loaded.
         """
-        from optuna.trial import TrialState  # noqa: PLC0415  (optional)
+        from optuna.trial import TrialState, create_trial  # noqa: PLC0415  (optional)
 
         if self._trials():
             self._study.sampler.reseed_rng()  # a seeded sampler would repeat the parameters of the earlier trials
@@ -150,12 +150,16 @@ class Trials:
         last = {trial.user_attrs[RUN_ID]: trial for trial in self._trials() if RUN_ID in trial.user_attrs}
         for run_id, trial in last.items():
             if trial.state is TrialState.RUNNING:
-                self._study.tell(trial.number, state=TrialState.FAIL)
+                self._tell(trial.number, TrialState.FAIL)
             elif trial.state is not TrialState.FAIL or _ERROR in trial.user_attrs:
                 continue
             # The trial may have been interrupted before the space asked for all of its parameters.
             params = {**trial.system_attrs.get("fixed_params", {}), **trial.params}
-            self._study.enqueue_trial(params, user_attrs={RUN_ID: run_id})
+            # The other attributes are those of the sampler, such as the trial's place in a grid.
+            attributes = {**trial.system_attrs, "fixed_params": params}
+            self._study.add_trial(
+                create_trial(state=TrialState.WAITING, system_attrs=attributes, user_attrs={RUN_ID: run_id})
+            )
             logger.info("trial %d was interrupted; its run %s is resumed", trial.number, run_id)
 
     def run(self, limits: Limits) -> None:
@@ -351,7 +355,7 @@ class Trials:
         """End a trial without a reason, so that the next search resumes it."""
         from optuna.trial import TrialState  # noqa: PLC0415  (optional)
 
-        self._study.tell(attempt.trial, state=TrialState.FAIL)
+        self._tell(attempt.trial.number, TrialState.FAIL)
 
     def _fail(self, attempt: Attempt, reason: str, *, ends_search: bool = False) -> None:
         if not ends_search:
@@ -370,7 +374,7 @@ class Trials:
         import optuna  # noqa: PLC0415  (optional)
 
         with self._changed:
-            self._tell(attempt, values, optuna.trial.TrialState[state])
+            self._tell(attempt.trial.number, optuna.trial.TrialState[state], values)
             if state != "COMPLETE":
                 self._ladder.drop(attempt.trial.number)
             # Optuna logs the trials of an objective; as with those, optuna.logging.set_verbosity hides this line.
@@ -387,14 +391,17 @@ class Trials:
                 self._models.pop(number, None)
                 self._remove(self._kept.pop(number))
 
-    def _tell(self, attempt: Attempt, values: Sequence[float] | None, state: optuna.trial.TrialState) -> None:
+    def _tell(self, number: int, state: optuna.trial.TrialState, values: Sequence[float] | None = None) -> None:
+        from optuna.trial import TrialState  # noqa: PLC0415  (optional)
+
         try:
-            self._study.tell(attempt.trial, values, state=state)
+            self._study.tell(number, values, state=state)
         except RuntimeError:  # from Study.stop, which a sampler with a finite number of trials calls after its last one
-            stored = next(trial for trial in self._trials() if trial.number == attempt.trial.number)
+            stored = next(trial for trial in self._trials() if trial.number == number)
             if stored.state is not state:
                 raise
-            self._left = 0
+            resumed = self._study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
+            self._left = min(self._left, len(resumed))  # which the sampler counts as ended
 
     def _remove(self, run_id: str) -> None:
         if self._keep_runs:

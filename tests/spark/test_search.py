@@ -224,6 +224,20 @@ def test_an_interrupted_trial_keeps_the_parameters_that_the_space_did_not_ask_fo
     assert result.best_params == {"lr": 0.0123}
 
 
+def test_a_resumed_grid_trains_its_interrupted_trials_too(df, store):
+    """One of them ended before the space asked for its parameter."""
+    storage = optuna.storages.InMemoryStorage()
+    settings = {"storage": storage, "study_name": "search", "sampler": optuna.samplers.GridSampler({"lr": [0.1, 0.01]})}
+    study = optuna.create_study(**settings)
+    killed = [study.ask(), study.ask()]
+    for trial in killed:
+        trial.set_user_attr("sparkhvd:run_id", f"search-{trial.number}")
+    space(killed[0])
+    result = tune.minimize(estimator(store, epochs=1), df, space, 4, **settings)
+    completed = [trial.params["lr"] for trial in result.study.trials if trial.state.name == "COMPLETE"]
+    assert sorted(completed) == [0.01, 0.1]
+
+
 def test_trials_of_other_programs_are_kept_and_not_ranked(df, store):
     storage = optuna.storages.InMemoryStorage()
     optuna.create_study(storage=storage, study_name="search").optimize(lambda _: -99.0, n_trials=1)
