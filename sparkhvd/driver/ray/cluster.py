@@ -63,10 +63,16 @@ class RankResources:
 
     def ranks_in(self, resources: Mapping[str, float]) -> int:
         """Return how many ranks fit into the resources of a node or a bundle."""
-        return min(int(resources.get(name, 0.0) // amount) for name, amount in self.bundle().items())
+        return min(_number_in(resources.get(name, 0.0), amount) for name, amount in self.bundle().items())
 
     def __str__(self) -> str:
         return resources_text(self.bundle())
+
+
+def _number_in(available: float, amount: float) -> int:
+    """Return how often an amount fits into the available one; a fraction of a GPU is a part of one GPU."""
+    pieces = [1.0] * int(available) + [available % 1.0] if amount < 1.0 else [available]
+    return sum(int(piece / amount + 1e-6) for piece in pieces)  # Ray counts ten-thousandths
 
 
 def node_resources() -> list[dict[str, float]]:

@@ -11,6 +11,9 @@ def test_the_scarcest_resource_limits_the_ranks_of_a_node():
     assert RankResources(2).ranks_in({"CPU": 5.0}) == 2
     assert RankResources(1, 1.0).ranks_in({"CPU": 8.0, "GPU": 3.0}) == 3
     assert RankResources(1, 0.5).ranks_in({"CPU": 8.0, "GPU": 3.0}) == 6
+    assert RankResources(1, 0.2).ranks_in({"CPU": 8.0, "GPU": 1.0}) == 5
+    assert RankResources(1, 0.6).ranks_in({"CPU": 8.0, "GPU": 2.0}) == 2
+    assert RankResources(1, 0.3).ranks_in({"CPU": 8.0, "GPU": 0.6}) == 2
     assert RankResources(1, 1.0).ranks_in({"CPU": 8.0}) == 0
 
 
