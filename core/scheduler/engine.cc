@@ -157,8 +157,10 @@ Status Engine::AllreduceNow(const Reduction& reduction, const std::byte* source,
                             size_t count, const std::function<bool()>& interrupted) {
   const std::lock_guard<std::mutex> turn(direct_mutex_);
   SHVD_TRY(lifecycle_.Reason());
+  direct_caller_ = std::this_thread::get_id();
   const Status status = direct_calls_->Allreduce(
       reduction, source, target, count, Deadline::AfterSeconds(collective_timeout_s_), interrupted);
+  direct_caller_ = std::thread::id();
   if (status.ok()) {
     counters_.Add(OperationKind::kAllreduce, 1, count * SizeOf(reduction.dtype));
   } else if (status.code() != StatusCode::kMismatch) {
@@ -170,6 +172,11 @@ Status Engine::AllreduceNow(const Reduction& reduction, const std::byte* source,
 }
 
 void Engine::CloseLinks() {
+  if (direct_caller_ == std::this_thread::get_id()) {
+    // A signal handler shuts down during a direct call of its own thread. The call ends after the
+    // handler and still uses the links, so they close with the engine.
+    return AbortMesh(mesh_, Status(StatusCode::kShutDown, "this rank has shut down"));
+  }
   {
     // No direct call can begin any more. A waiting call is aborted.
     std::unique_lock<std::mutex> turn(direct_mutex_, std::try_to_lock);

@@ -2,12 +2,14 @@
 // them.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "base/deadline.h"
@@ -146,6 +148,7 @@ class Engine {
   DeviceExecution devices_;
   // One direct call at a time. Taken before all mutexes except leave_mutex_ of Lifecycle.
   std::mutex direct_mutex_;
+  std::atomic<std::thread::id> direct_caller_{std::thread::id()};
   std::optional<DirectCalls> direct_calls_;
   SubmissionQueue queue_;
   Lifecycle lifecycle_;

@@ -10,7 +10,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from threading import Lock
+from threading import RLock
 from typing import TYPE_CHECKING
 
 from sparkhvd.comm.communicator import Communicator
@@ -48,7 +48,9 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Session:
-    lock: Lock = field(default_factory=Lock)  # guards all writes below; readers of `communicator` take no lock
+    # Guards all writes below; readers of `communicator` take no lock. Reentrant: a signal handler may call shutdown()
+    # while its thread is in init().
+    lock: RLock = field(default_factory=RLock)
     context: LaunchContext | None = None  # None: no launcher has set one
     # The settings in the environment when ``context`` arrived, which the launcher has taken into account.
     variables: dict[str, str] = field(default_factory=dict)
@@ -231,7 +233,7 @@ def publisher() -> CommitPublisher | None:
 
 def _leave_to_parent() -> None:
     """Clean up in a forked child: the job belongs to the parent."""
-    _session.lock = Lock()  # a thread of the parent may have held the lock
+    _session.lock = RLock()  # a thread of the parent may have held the lock
     if _session.communicator is not None:
         _session.forked = True
         _session.communicator.leave_to_parent()

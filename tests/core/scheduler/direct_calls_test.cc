@@ -109,5 +109,25 @@ TEST(DirectCalls, ShutdownEndsAWaitingCall) {
   });
 }
 
+TEST(DirectCalls, ASignalHandlerMayShutDownDuringACall) {
+  Gate gate(2);
+  OnEveryRank(InProcessMeshes(OneHost(2)), Quick(), [&gate](int rank, Rank& self) {
+    std::vector<float> data(5);
+    if (rank == 0) {
+      const auto handle_signal = [&self] {
+        EXPECT_TRUE(self.engine.Shutdown(Patience()).ok());
+        return false;
+      };
+      const Status status = Now(self, data, ReduceOp::kSum, handle_signal);
+      EXPECT_EQ(status.code(), StatusCode::kShutDown) << status.message();
+      gate.Meet();
+    } else {
+      gate.Meet();
+      EXPECT_TRUE(Now(self, data).ok()) << "the contribution of the other rank is present";
+      ExpectFailure(Now(self, data), StatusCode::kPeerLost, {"rank 0"});
+    }
+  });
+}
+
 }  // namespace
 }  // namespace sparkhvd

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -55,6 +56,16 @@ def test_init_without_a_launcher_is_a_job_of_one_rank_and_idempotent():
     session.shutdown()
     session.init()
     assert session.current() is not first
+
+
+def test_a_signal_handler_may_shut_down_during_init():
+    previous = signal.signal(signal.SIGUSR2, lambda number, frame: session.shutdown())
+    try:
+        session.set_launch_context(LaunchContext(), joined=lambda: signal.raise_signal(signal.SIGUSR2))
+        session.init()
+    finally:
+        signal.signal(signal.SIGUSR2, previous)
+    assert not session.is_initialized()
 
 
 def test_threads_that_call_init_at_the_same_time_share_one_communicator():
