@@ -154,9 +154,10 @@ def gather_buffers(me: HasChannels, sources: Sequence[Buffer], options: SubmitOp
         _require_rows(source, "An allgather", "concatenate")
     channel = me.channel(options.process_set)
     name = channel.named("grouped_allgather", options.name)
+    device = sources[0].device if sources else None
     with translated():
         tensors = _tensors(name, [(source, source) for source in sources])
-        operations = channel.engine.grouped_allgather(name, tensors, options.with_waiter, sources[0].device)
+        operations = channel.engine.grouped_allgather(name, tensors, options.with_waiter, device)
     return channel.handle(
         name, PendingGroup(tuple(operations)), lambda: [_gathered(operation) for operation in operations]
     )

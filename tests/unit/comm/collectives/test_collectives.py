@@ -117,6 +117,7 @@ def run_groups():
     gathered = communicator.grouped_allgather([np.arange(communicator.world.rank), np.array([communicator.world.rank])])
     mixed = communicator.grouped_allreduce([np.ones(2, np.int8), np.ones(3, np.float64)], ReduceOp.SUM, prescale=2.0)
     assert communicator.grouped_allreduce([]) == []
+    assert communicator.grouped_allgather([]) == []
     return summed, scattered, gathered, mixed
 
 
