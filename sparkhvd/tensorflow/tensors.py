@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.ops import control_flow_util
 
 from sparkhvd.comm import session
 from sparkhvd.comm.collectives.buffers import DTYPES, Array
@@ -70,8 +71,8 @@ def outside_graph(
         like: dtype and static shape of every result.
 
     Raises:
-        ConfigError: the graph is a TensorFlow 1 graph, whose sessions run operations in an order that differs between
-            ranks.
+        ConfigError: XLA compiles the graph; or it is a TensorFlow 1 graph, whose sessions run operations in an order
+            that differs between ranks.
     """
     if tf.executing_eagerly():
         try:
@@ -86,6 +87,11 @@ def outside_graph(
         raise ConfigError(
             "Collectives work in eager mode and inside tf.function, not in the graphs and sessions of TensorFlow 1 "
             "(tf.compat.v1): move the training step into a tf.function."
+        )
+    if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+        raise ConfigError(
+            "XLA cannot compile collectives. Pass jit_compile=False to tf.function, or to the compile() of a Keras "
+            "model: with a GPU, Keras uses XLA by default."
         )
 
     def call(*eager: tf.Tensor) -> list[tf.Tensor]:

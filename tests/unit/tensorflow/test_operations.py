@@ -506,3 +506,8 @@ def test_a_local_layer_of_a_tape_must_be_built():
 def test_graphs_and_sessions_of_tensorflow_1_are_rejected_at_once():
     with tf.Graph().as_default(), pytest.raises(ConfigError, match="move the training step"):
         hvd.allreduce(tf.constant([1.0]))
+
+
+def test_graphs_for_xla_are_rejected_at_once():
+    with pytest.raises(ConfigError, match="jit_compile=False"):
+        tf.function(hvd.allreduce, jit_compile=True)(tf.constant([1.0]))
