@@ -76,7 +76,7 @@ def _trains_apart(model: Any) -> bool:
 
 
 class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """Replaces the metrics in the logs of an epoch with their means over the ranks.
+    """Replaces the metrics in the logs of an epoch, numbers or arrays, with their means over the ranks.
 
     Place it before callbacks that read the logs (checkpoints, early stopping, TensorBoard).
     """
@@ -94,9 +94,12 @@ class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
         if any(other != of_ranks[0] for other in of_ranks):
             listed = ", ".join(f"rank {rank} has {of_rank}" for rank, of_rank in enumerate(of_ranks))
             raise MismatchError(f"The ranks have different metrics: {listed}.")
-        values = np.array([float(logs[name]) for name in names], np.float64)
-        means = session.current().allreduce(values, ReduceOp.AVERAGE, name="MetricAverageCallback")
-        logs.update(zip(names, means.tolist(), strict=True))
+        values = [np.asarray(keras.ops.convert_to_numpy(logs[name]), np.float64) for name in names]
+        together = np.concatenate([value.ravel() for value in values])
+        means = session.current().allreduce(together, ReduceOp.AVERAGE, name="MetricAverageCallback")
+        parts = np.split(means, np.cumsum([value.size for value in values])[:-1])
+        for name, value, part in zip(names, values, parts, strict=True):
+            logs[name] = part.reshape(value.shape) if value.ndim else part.item()
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[misc]

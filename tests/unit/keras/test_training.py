@@ -174,9 +174,11 @@ def average_metrics():
             self.logs = dict(logs)
 
     shown = Shown()
-    own = {"loss": float(hvd.rank()), "accuracy": 1.0 - hvd.rank()}
+    of_classes = keras.ops.convert_to_tensor([1.0, 2.0 * hvd.rank()])  # as of F1Score(average=None)
+    own = {"loss": float(hvd.rank()), "f1_score": of_classes, "accuracy": 1.0 - hvd.rank()}
     average = hvd.callbacks.MetricAverageCallback()
     average.on_epoch_end(0, own)
+    assert own.pop("f1_score").tolist() == [1.0, 1.0]
     assert own == {"loss": 0.5, "accuracy": 0.5}
     model = network()
     part = slice(hvd.rank(), None, 2)
