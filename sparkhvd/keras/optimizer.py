@@ -192,8 +192,13 @@ class ExchangingOptimizer:
         """Return the variables whose gradients are not exchanged, and their state in the (built) optimizer."""
         trained = self._trainable_variables  # type: ignore[attr-defined]
         indices = [index for index, variable in enumerate(trained) if id(variable) in self._local.variables]
-        # Keras stores the state in lists in the order of the variables, and has no other way to find it.
-        slots = [value for value in vars(self).values() if isinstance(value, list) and len(value) == len(trained)]
+        # Keras stores the state in lists in the order of the variables, and has no other way to find it. The list of
+        # all variables of the optimizer, which begins with its iterations, may have the same length.
+        slots = [
+            value
+            for name, value in vars(self).items()
+            if isinstance(value, list) and len(value) == len(trained) and name != "_variables"
+        ]
         return [slot[index] for slot in slots for index in indices]
 
     def scale_loss(self, loss: Any) -> Any:

@@ -565,6 +565,15 @@ def test_local_layers_do_not_affect_shared_variables_and_are_not_broadcast(group
     group.run(broadcast_all_but_local_layers)
 
 
+def test_the_learning_rate_and_the_iterations_are_never_local():
+    """An optimizer without further state has as many variables as a layer with a kernel and a bias."""
+    layer = keras.layers.Dense(1)
+    layer.build((None, 2))
+    optimizer = hvd.PartialDistributedOptimizer(keras.optimizers.SGD(), local_layers=layer)
+    optimizer.build(layer.trainable_variables)
+    assert [id(each) for each in optimizer.local_variables()] == [id(each) for each in layer.trainable_variables]
+
+
 def train_with_dropout():
     keras.utils.set_random_seed(hvd.rank())
     model = keras.Sequential([keras.Input((5,)), keras.layers.Dropout(0.5), keras.layers.Dense(1)])
