@@ -6,6 +6,7 @@ Names and meanings follow Horovod's. The collectives are those of the backend th
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from functools import wraps
 from importlib import import_module
@@ -21,6 +22,8 @@ from sparkhvd.keras import callbacks, elastic
 from sparkhvd.keras.legacy_files import restore_legacy_state
 from sparkhvd.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer
 from sparkhvd.keras.variables import broadcast_variables
+
+logger = logging.getLogger(__name__)
 
 _BACKEND_NAMES = (
     "Compression",
@@ -55,6 +58,7 @@ def load_model(
     custom_optimizers: Iterable[type] | None = None,
     custom_objects: dict[str, Any] | None = None,
     compression: Any = None,
+    **options: Any,
 ) -> Any:
     """Load a saved Keras model, and distribute its optimizer.
 
@@ -63,6 +67,8 @@ def load_model(
         custom_optimizers: optimizer classes, which the file refers to by their names.
         custom_objects: classes and functions, by the names that the file uses.
         compression: see ``DistributedOptimizer``.
+        options: other arguments of ``DistributedOptimizer``, which files do not contain. If the optimizer takes a step
+            every k batches, ``backward_passes_per_step=k`` sums their gradients; otherwise they are averaged.
 
     Raises:
         ConfigError: an ``.h5`` file does not contain the optimizer's whole state.
@@ -71,7 +77,17 @@ def load_model(
     model = keras.saving.load_model(filepath, custom_objects=objects)
     if getattr(model, "optimizer", None) is not None:
         restore_legacy_state(model, filepath)
-        DistributedOptimizer(model.optimizer, compression=compression)
+        optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)  # of a LossScaleOptimizer
+        passes = optimizer.gradient_accumulation_steps
+        if passes and "backward_passes_per_step" not in options:
+            logger.warning(
+                "The optimizer of %s takes a step every %d batches, with the mean of their gradients. If it was saved "
+                "from a DistributedOptimizer that sums them, pass backward_passes_per_step=%d to load_model, too.",
+                filepath,
+                passes,
+                passes,
+            )
+        DistributedOptimizer(optimizer, compression=compression, **options)
     return model
 
 

@@ -422,7 +422,7 @@ def _name_without_number(optimizer: Any) -> str:
 def _set_accumulation(optimizer: Any, passes: int) -> None:
     if passes < 1:
         raise ConfigError(f"backward_passes_per_step must be at least 1, got {passes}.")
-    if passes == 1:
+    if passes == 1 or (optimizer.built and optimizer.gradient_accumulation_steps == passes):  # from a saved model
         return
     if optimizer.built:
         raise ConfigError(

@@ -517,6 +517,43 @@ def test_a_file_with_another_state_names_the_newer_format(tmp_path):
         hvd.load_model(str(path))
 
 
+def train_from_a_file(folder):
+    """Compare the training of a model that sums the gradients of two batches with that of its file."""
+    path = str(Path(folder) / f"rank-{hvd.rank()}.keras")
+    model = network()
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01), backward_passes_per_step=2), "mse")
+    model.optimizer.build(model.trainable_variables)
+    model.save(path)
+    weights = []
+    for each in (model, hvd.load_model(path, backward_passes_per_step=2), hvd.load_model(path)):
+        fitted(each, each.optimizer, slice(0, 8), 4)
+        weights.append(each.get_weights()[0])
+    assert np.array_equal(weights[0], weights[1])
+    assert not np.array_equal(weights[0], weights[2])
+
+
+def test_the_gradients_of_a_loaded_optimizer_may_be_summed_as_before(group, tmp_path, caplog):
+    group.run(train_from_a_file, str(tmp_path))
+    hvd.load_model(str(tmp_path / "rank-0.keras"))
+    assert "takes a step every 2 batches, with the mean of their gradients" in caplog.text
+
+
+def test_a_model_with_loss_scaling_is_loaded_with_its_optimizer(tmp_path):
+    path = str(tmp_path / "model.keras")
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        model = network()
+        model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)), "mse")
+        model.optimizer.build(model.trainable_variables)
+        model.save(path)
+        optimizer = hvd.load_model(path).optimizer
+    finally:
+        keras.config.set_dtype_policy("float32")
+    assert type(optimizer) is keras.optimizers.LossScaleOptimizer
+    with pytest.raises(ConfigError, match="already distributed"):
+        hvd.DistributedOptimizer(optimizer.inner_optimizer)
+
+
 def test_collectives_are_those_of_the_backend(group):
     group.run(reduce_eagerly)
 
