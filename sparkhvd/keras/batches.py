@@ -78,6 +78,29 @@ def weighted(gradients: list[Any], share: Callable[[], float]) -> list[Any]:
     return [scaled(gradient, number) for gradient in gradients]
 
 
+def zero_without_rows(gradients: list[Any], share: Callable[[], float]) -> list[Any]:
+    """Replace the gradients of a rank whose share is 0 with zeros: a product with 0 would keep NaN and infinity."""
+    if keras.config.backend() == "tensorflow":
+        import tensorflow as tf  # noqa: PLC0415  (only the backend in use is imported)
+
+        present = [gradient for gradient in gradients if gradient is not None]
+        has_rows = tf.py_function(lambda *_: share() > 0, _dependency_on(gradients), tf.bool)
+        has_rows.set_shape([])
+        kept = iter(tf.cond(has_rows, lambda: present, lambda: [_zeros_like(gradient) for gradient in present]))
+        return [None if gradient is None else next(kept) for gradient in gradients]
+    if share() > 0:
+        return gradients
+    return [None if gradient is None else keras.ops.zeros_like(gradient) for gradient in gradients]
+
+
+def _zeros_like(gradient: Any) -> Any:
+    import tensorflow as tf  # noqa: PLC0415  (only the backend in use is imported)
+
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(tf.zeros_like(gradient.values), gradient.indices, gradient.dense_shape)
+    return tf.zeros_like(gradient)
+
+
 def _dependency_on(gradients: Sequence[Any]) -> list[Any]:
     """Return an input that makes an operation wait for the first of the gradients, or for the loss."""
     import tensorflow as tf  # noqa: PLC0415  (only the backend in use is imported)

@@ -15,7 +15,7 @@ from sparkhvd.comm import session
 from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.comm.process_sets import ProcessSet, exchanges_with
 from sparkhvd.errors import ConfigError
-from sparkhvd.keras.batches import GradientAccumulation, weighted
+from sparkhvd.keras.batches import GradientAccumulation, weighted, zero_without_rows
 from sparkhvd.keras.exchange import Exchange, gradient_exchange, scaled, set_size
 from sparkhvd.keras.loss_scaling import make_ranks_skip_together
 
@@ -210,8 +210,10 @@ class ExchangingOptimizer:
 
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
         """Apply the gradients of all ranks."""
-        if self._share is not None and not self._loss_is_weighted:  # in a training step that the user wrote
-            grads = weighted(list(grads), self._share)
+        if self._share is not None:
+            if not self._loss_is_weighted:  # in a training step that the user wrote
+                grads = weighted(list(grads), self._share)
+            grads = zero_without_rows(list(grads), self._share)
         object.__setattr__(self, "_loss_is_weighted", False)
         if self._accumulation is not None:
             self._accumulation.begin_batch(grads)

@@ -389,6 +389,23 @@ def test_the_placeholder_of_a_rank_without_rows_is_valid_for_the_model(group):
     group.run(train_without_a_row, [(4, 0), (4, 0)])
 
 
+def standardized(labels, outputs):
+    """Return a loss with a gradient that is NaN for a batch of one row."""
+    deviations = outputs[:, 0] - keras.ops.mean(outputs[:, 0])
+    return (keras.ops.cast(labels, "float32") - deviations / keras.ops.sqrt(keras.ops.mean(deviations**2))) ** 2
+
+
+def train_with_a_placeholder_without_a_gradient(sizes):
+    given = parameters(loss=standardized, optimizer=keras.optimizers.SGD(0.01), metrics=None)
+    trainer = PLUGIN.trainer(PLUGIN.pack(given), spec(DATA), session.current().world)
+    trainer.fit(source(sizes, session.current().world.rank), None, Hooks())
+    return all(np.isfinite(weight).all() for weight in trainer._model.get_weights())
+
+
+def test_the_gradient_of_a_placeholder_is_ignored_even_if_it_is_not_finite(group):
+    assert group.run(train_with_a_placeholder_without_a_gradient, [(4, 4), (8, 0)]) == [True, True]
+
+
 class OwnStep(keras.Model):
     """A user-defined step that uses the labels without a cast."""
 
