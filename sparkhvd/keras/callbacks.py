@@ -138,16 +138,6 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
         self._staircase = staircase or not callable(multiplier)
         self._steps = steps_per_epoch
         self._epoch = 0
-        self._done, self._epoch_batches = 0, None  # type: int, int | None
-
-    def begin_within(self, done: int, of: int | None) -> None:
-        """Treat the next batches as the rest of an epoch, for a run that resumes within it.
-
-        Args:
-            done: batches of the epoch that are already trained.
-            of: batches of a whole epoch; None for the number that Keras reports.
-        """
-        self._done, self._epoch_batches = done, of
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
         """Set the learning rate of the epoch."""
@@ -159,10 +149,10 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
         """Set the learning rate of the batch."""
         if self._staircase:
             return
-        steps = self._epoch_batches or self._steps or (self.params or {}).get("steps")
+        steps = self._steps or (self.params or {}).get("steps")
         if not steps:
             raise ConfigError("Keras does not know the number of batches per epoch; pass steps_per_epoch.")
-        self._adjust(self._epoch_at(self._done + batch, steps))
+        self._adjust(self._epoch_at(batch, steps))
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
         """Add the learning rate to the logs."""

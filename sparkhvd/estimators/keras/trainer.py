@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial, wraps
+from functools import wraps
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
@@ -21,7 +21,8 @@ from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.data.read.batches import BatchSource
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.keras.arrays import arrays_from_bytes, arrays_to_bytes
-from sparkhvd.estimators.keras.callback_states import CALLBACK, callback_states, restore_callbacks
+from sparkhvd.estimators.keras.callback_list import TrainingCallbackList
+from sparkhvd.estimators.keras.callback_states import callback_states, restore_callbacks
 from sparkhvd.estimators.keras.dataset import BatchDataset, as_input_of_fit
 from sparkhvd.estimators.keras.divisors import CurrentBatch, divide_over_ranks
 from sparkhvd.estimators.keras.graph_flags import GraphFlags
@@ -38,7 +39,6 @@ from sparkhvd.estimators.keras.serialization.saving import CheckpointFilesCallba
 from sparkhvd.estimators.keras.statistics import LayerStatistics, variables_independent_of_rows
 from sparkhvd.estimators.plugin import Trainer, TrainHooks, TrainSpec
 from sparkhvd.estimators.reports import EpochReport, StepReport, StepTimes
-from sparkhvd.keras.callbacks import LearningRateScheduleCallback
 from sparkhvd.keras.optimizer import DistributedOptimizer, ExchangingOptimizer
 from sparkhvd.keras.variables import broadcast_variables
 from sparkhvd.world import World
@@ -81,7 +81,7 @@ class KerasTrainer:
         self._package = package.with_ports_for(self._model, spec.schema)
         self._lr_scale = spec.lr_scale(world.size)
         self._scale_lr(self._lr_scale)
-        self._callback_states: Mapping[str, npt.NDArray[np.generic]] = {}  # from the checkpoint of a resumed run
+        self._checkpoint = b""  # the state from which the run resumes; empty if it does not
         self._graph_flags = GraphFlags(self._model)
 
     def state(self) -> bytes:
@@ -116,8 +116,8 @@ class KerasTrainer:
         Raises:
             ParamError: the saved optimizer has other variables, because it was created with other settings.
         """
+        self._checkpoint = state
         arrays = arrays_from_bytes(state)
-        self._callback_states = {name: values for name, values in arrays.items() if name.startswith(CALLBACK)}
         optimizer = self._model.optimizer
         if not optimizer.built:
             optimizer.build(self._model.trainable_variables)
@@ -138,6 +138,13 @@ class KerasTrainer:
         for callback, swapped in zip(self._swap_callbacks(), arrays.get("swapped", ()), strict=False):
             callback._ema_weights_in_model = bool(swapped)  # noqa: SLF001
         self._scale_lr(self._lr_scale / float(arrays["lr_scale"]))
+
+    def _restore_checkpoint(self) -> None:
+        """Restore the model and the callbacks, after hooks that the interrupted run has already called."""
+        if self._checkpoint:
+            self.restore(self._checkpoint)
+            restore_callbacks(self._package.callbacks, arrays_from_bytes(self._checkpoint))
+        self._graph_flags.begin()
 
     def _additional_optimizers(self) -> dict[str, keras.optimizers.Optimizer]:
         """Return the optimizers of the model's own training step, by names that are equal on all ranks."""
@@ -193,12 +200,13 @@ class KerasTrainer:
         end = _EpochEnd(begin, data, hooks, self, seeds)
         saving = self._file_saving_callback(hooks)
         own = () if saving is None else saving.callbacks
-        restore = partial(restore_callbacks, self._package.callbacks, self._callback_states)
-        callbacks = _TrainingCallbackList([begin, *self._package.callbacks, *own, end], self._model, restore)
+        every = [begin, *self._package.callbacks, *own, end]
+        callbacks = TrainingCallbackList(every, self._model, self._restore_checkpoint)
 
-        def fit(first: int, last: int) -> None:
+        def fit(first: int, last: int, batches_before: int | None = None) -> None:
+            begin.batches_before = batches_before or 0
+            callbacks.begin_fit(self._spec.epochs, len(data), batches_before)
             with _unwrapped_collective_errors():
-                callbacks.set_params({"verbose": 0, "epochs": self._spec.epochs, "steps": len(data)})
                 self._model.fit(
                     as_input_of_fit(data),
                     validation_data=None if validation is None else as_input_of_fit(validation),
@@ -213,13 +221,13 @@ class KerasTrainer:
         object.__setattr__(optimizer, "finalize_variable_values", lambda _variables: None)
         for callback in self._swap_callbacks():  # it would replace the weights with their averages after the last epoch
             callback._finalize_ema_values = lambda: None  # noqa: SLF001
-        first = hooks.first_epoch
+        first, left = hooks.first_epoch, hooks.first_epoch_batches
         try:
-            if first < self._spec.epochs and (hooks.first_step or hooks.first_epoch_batches is not None):
+            if first < self._spec.epochs and (hooks.first_step or left is not None):
                 # Keras reads the number of batches per epoch once per fit(), and this epoch has fewer.
-                self._begin_within_epoch(data, hooks.first_step, hooks.first_epoch_batches, train.steps())
-                fit(first, first + 1)
-                self._begin_within_epoch(data, 0, None, None)
+                data.begin_within(hooks.first_step, left)
+                fit(first, first + 1, hooks.first_step if left is None else max(train.steps() - left, 0))
+                data.begin_within(0, None)
                 first = self._spec.epochs if end.ended else first + 1
             if first < self._spec.epochs:
                 fit(first, self._spec.epochs)
@@ -245,14 +253,6 @@ class KerasTrainer:
                 other.weight_by(current.share_of_batch)
         for layer in sync_layers:
             layer.count_rows_if(current.has_rows)
-
-    def _begin_within_epoch(self, data: BatchDataset, first_step: int, left: int | None, steps: int | None) -> None:
-        """Begin epochs at ``first_step``; learning rate schedules continue from there as in an uninterrupted epoch."""
-        data.begin_within(first_step, left)
-        done = first_step if left is None or steps is None else max(steps - left, 0)
-        for callback in self._package.callbacks:
-            if isinstance(callback, LearningRateScheduleCallback):
-                callback.begin_within(done, steps)
 
     def _file_saving_callback(self, hooks: TrainHooks) -> CheckpointFilesCallback | None:
         """Return the callback that keeps the files of the user's checkpoint callback, on rank 0."""
@@ -288,41 +288,6 @@ class _EpochMetrics:
     times: StepTimes = field(default_factory=StepTimes)
 
 
-class _TrainingCallbackList(keras.callbacks.CallbackList):  # type: ignore[misc]  # keras has no types
-    """Calls the begin and end hooks of callbacks once, although a run that resumes within an epoch calls ``fit`` twice.
-
-    With two calls, ``EarlyStopping`` would lose its state of that epoch, and ``CSVLogger`` would overwrite its row.
-
-    Args:
-        callbacks: the callbacks.
-        model: the model.
-        restore: restores the states of the callbacks after their begin hooks have reset them.
-    """
-
-    def __init__(
-        self, callbacks: Sequence[keras.callbacks.Callback], model: keras.Model, restore: Callable[[], None]
-    ) -> None:
-        super().__init__(callbacks, add_history=True, model=model)
-        self._restore = restore
-        self._has_begun = False
-        self._logs: Logs = None
-
-    def on_train_begin(self, logs: Logs = None) -> None:
-        if not self._has_begun:
-            self._has_begun = True
-            super().on_train_begin(logs)
-            self._restore()
-
-    def on_train_end(self, logs: Logs = None) -> None:
-        """Keep the logs for ``end``, because another call of ``fit`` may follow."""
-        self._logs = logs
-
-    def end(self) -> None:
-        """Call the hooks of the callbacks for the end of the training, if it has begun."""
-        if self._has_begun:
-            super().on_train_end(self._logs)
-
-
 class _EpochBegin(keras.callbacks.Callback):  # type: ignore[misc]  # keras has no types
     """Runs before the user's callbacks: sets the epoch, undoes empty steps, and averages the logs over all ranks."""
 
@@ -346,7 +311,7 @@ class _EpochBegin(keras.callbacks.Callback):  # type: ignore[misc]  # keras has 
         self._equal_rows = 0  # this rank's rows in the epoch at the last synchronization of the statistics
         self._saves_within_epoch = saves_within_epoch  # whether the model may be saved after any batch
         self._seeds = seeds
-        self.rate: float | None = None  # the learning rate with which the run resumes within an epoch
+        self.batches_before = 0  # batches of the epoch that were trained before this run resumed within it
         self.metrics = _EpochMetrics()
         # Statistics over all ranks' rows; they must change in this rank's empty steps, too.
         self._shared = {id(variable) for layer in sync_layers for variable in layer.non_trainable_variables}
@@ -364,18 +329,15 @@ class _EpochBegin(keras.callbacks.Callback):  # type: ignore[misc]  # keras has 
         self.sums = MetricSums(model)
         self._shared.update(map(id, variables_independent_of_rows(model)))
 
-    def on_train_begin(self, logs: Logs = None) -> None:  # noqa: ARG002
-        self.graph_flags.begin()
-
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:  # noqa: ARG002
         self._data.epoch = epoch
-        self.rate = _learning_rate(self.model.optimizer) if self._data.begins_within() else None
         self._seeds.begin_epoch(epoch)
         self._equal_rows = 0
         self._started = self.step_ended = time.monotonic()
         self._data_wait, self._communicated = 0.0, self._waits.seconds
 
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:  # noqa: ARG002
+        batch -= self.batches_before
         self._seeds.begin_batch()
         if batch == 0:  # Keras has reset the metrics
             self.sums.begin(self._earlier_metrics if self._data.begins_within() else ())
@@ -383,6 +345,7 @@ class _EpochBegin(keras.callbacks.Callback):  # type: ignore[misc]  # keras has 
         self._current.begin(self._data, batch)
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:  # noqa: ARG002
+        batch -= self.batches_before
         self.graph_flags.end_batch()
         self._current.end()
         self._restore_variables(batch, self._data)
@@ -472,16 +435,12 @@ class _EpochEnd(keras.callbacks.Callback):  # type: ignore[misc]
         self._hooks = hooks
         self._trainer = trainer
 
-    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:  # noqa: ARG002
-        """Restore the learning rate if a run resumes within the epoch: callbacks already changed it at the start."""
-        if self._begin.rate is not None:
-            self.model.optimizer.learning_rate = self._begin.rate
-
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:  # noqa: ARG002
         self._begin.graph_flags.begin_batch()
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         """Report the end of a step to the hooks; the logs are means over this rank's rows in the epoch so far."""
+        batch -= self._begin.batches_before
         # A rank that stopped within the epoch would leave the other ranks waiting.
         self._wants_end = self._wants_end or bool(self.model.stop_training)
         self.model.stop_training = False
@@ -568,13 +527,6 @@ def _check_variables(optimizer: keras.optimizers.Optimizer, saved: Sequence[str]
         f"The run cannot resume from its checkpoint: {difference}. Create the optimizer with the arguments that the "
         "run began with (use_ema, amsgrad, momentum and the like), or choose another run_id to start a new run."
     )
-
-
-def _learning_rate(optimizer: keras.optimizers.Optimizer) -> float | None:
-    """Return the learning rate of an optimizer; None if a schedule sets it."""
-    if isinstance(optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule):  # noqa: SLF001
-        return None
-    return float(_value(optimizer.learning_rate))
 
 
 def _unwrapped_collective_errors() -> AbstractContextManager[None]:

@@ -150,11 +150,36 @@ class FreezeAnew(Freeze):
         self.model.make_train_function(force=True)
 
 
+class ChangeAtBegin(keras.callbacks.Callback):
+    """Changes the weights, the learning rate and the trained layers when the training and its epochs begin."""
+
+    def on_train_begin(self, logs=None):
+        self.change()
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.change()
+        self.model.layers[0].trainable = not self.model.layers[0].trainable
+
+    def change(self):
+        self.model.set_weights([weight * 0.9 for weight in self.model.get_weights()])
+        optimizer = self.model.optimizer
+        optimizer.learning_rate = float(keras.ops.convert_to_numpy(optimizer.learning_rate)) * 0.9
+
+
+class DecayInEpoch(keras.callbacks.Callback):
+    """Lowers the learning rate with every batch of an epoch."""
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.model.optimizer.learning_rate = 0.05 * (1 - batch / self.params["steps"])
+
+
 # Callbacks that monitor the raised loss act after the second of three epochs, or at the end of the training, because of
 # the loss of the first epoch.
 WATCHED = {"monitor": "seen", "mode": "min"}
 CALLBACKS = {
     "random": [RandomRate],
+    "changed at begin": [ChangeAtBegin],
+    "decayed in epoch": [DecayInEpoch],
     "frozen at first": [FreezeAtFirst],
     "frozen": [Freeze],
     "frozen anew": [FreezeAnew],
@@ -311,8 +336,15 @@ class Calls(keras.callbacks.Callback):
     def on_train_begin(self, logs=None):
         self.noted.append("begin")
 
+    def on_epoch_begin(self, epoch, logs=None):
+        self.batches = []
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.batches.append(batch)
+
     def on_epoch_end(self, epoch, logs=None):
-        self.noted.append((epoch, self.params["steps"], self.params["epochs"]))
+        assert self.batches == [*range(self.batches[0], 10)]
+        self.noted.append((epoch, self.batches[0], self.params["steps"], self.params["epochs"]))
 
     def on_train_end(self, logs=None):
         self.noted.append(sorted(logs))
@@ -330,7 +362,7 @@ def calls_within_an_epoch():
 
 def test_callbacks_see_one_training_although_it_resumes_within_an_epoch(group):
     for noted in group.run(calls_within_an_epoch):
-        assert noted == ["begin", (1, 6, 3), (2, 10, 3), ["accuracy", "loss"]]
+        assert noted == ["begin", (1, 4, 10, 3), (2, 0, 10, 3), ["accuracy", "loss"]]
 
 
 def continue_within_an_epoch(kind):
