@@ -22,16 +22,21 @@ class TrainingCallbackList(keras.callbacks.CallbackList):  # type: ignore[misc] 
         callbacks: the callbacks.
         model: the model.
         restore: restores the model and the states of the callbacks from the checkpoint of a resumed run.
+        logs: the logs of the last epoch before this run.
     """
 
     def __init__(
-        self, callbacks: Sequence[keras.callbacks.Callback], model: keras.Model, restore: Callable[[], None]
+        self,
+        callbacks: Sequence[keras.callbacks.Callback],
+        model: keras.Model,
+        restore: Callable[[], None],
+        logs: Logs = None,
     ) -> None:
         super().__init__(callbacks, add_history=True, model=model)
         self._restore = restore
-        self._has_begun = False
+        self.has_begun = False
         self._batches_before: int | None = None
-        self._logs: Logs = None
+        self._logs = logs
 
     def begin_fit(self, epochs: int, batches: int, batches_before: int | None = None) -> None:
         """Prepare for a call of ``fit``.
@@ -50,8 +55,8 @@ class TrainingCallbackList(keras.callbacks.CallbackList):  # type: ignore[misc] 
 
     def on_train_begin(self, logs: Logs = None) -> None:
         """Call the hooks of the callbacks, unless they have been called."""
-        if not self._has_begun:
-            self._has_begun = True
+        if not self.has_begun:
+            self.has_begun = True
             super().on_train_begin(logs)
             self._restore()
 
@@ -74,6 +79,5 @@ class TrainingCallbackList(keras.callbacks.CallbackList):  # type: ignore[misc] 
         self._logs = logs
 
     def end(self) -> None:
-        """Call the hooks of the callbacks for the end of the training, if it has begun."""
-        if self._has_begun:
-            super().on_train_end(self._logs)
+        """Call the hooks of the callbacks for the end of the training, which has begun."""
+        super().on_train_end(self._logs)

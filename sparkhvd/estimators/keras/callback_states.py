@@ -40,6 +40,13 @@ def restore_callbacks(
             callback.best_weights = weights
 
 
+def changes_model_at_end(callback: keras.callbacks.Callback) -> bool:
+    """Return whether a callback may change the model when the training ends."""
+    if type(callback).__module__.startswith("keras."):
+        return bool(getattr(callback, "restore_best_weights", False))
+    return type(callback).on_train_end is not keras.callbacks.Callback.on_train_end
+
+
 def _stateful(callbacks: Sequence[keras.callbacks.Callback]) -> list[tuple[str, keras.callbacks.Callback]]:
     """Return the callbacks with a known state, each with a name of its own."""
     return [

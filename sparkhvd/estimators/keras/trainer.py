@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
@@ -22,7 +22,7 @@ from sparkhvd.data.read.batches import BatchSource
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.keras.arrays import arrays_from_bytes, arrays_to_bytes
 from sparkhvd.estimators.keras.callback_list import TrainingCallbackList
-from sparkhvd.estimators.keras.callback_states import callback_states, restore_callbacks
+from sparkhvd.estimators.keras.callback_states import callback_states, changes_model_at_end, restore_callbacks
 from sparkhvd.estimators.keras.dataset import BatchDataset, as_input_of_fit
 from sparkhvd.estimators.keras.divisors import CurrentBatch, divide_over_ranks
 from sparkhvd.estimators.keras.graph_flags import GraphFlags
@@ -82,6 +82,7 @@ class KerasTrainer:
         self._lr_scale = spec.lr_scale(world.size)
         self._scale_lr(self._lr_scale)
         self._checkpoint = b""  # the state from which the run resumes; empty if it does not
+        self._ended = False  # whether the weights are averaged and callbacks have ended the training, see _end
         self._graph_flags = GraphFlags(self._model)
 
     def state(self) -> bytes:
@@ -105,6 +106,7 @@ class KerasTrainer:
                 **arrays,
                 "lr_scale": np.array(self._lr_scale),
                 "swapped": swapped,
+                "ended": np.array(self._ended),
                 "optimizer names": names,
             }
         )
@@ -135,6 +137,7 @@ class KerasTrainer:
         if (flags := _flags(arrays, "trained")) is not None:
             flags.restore(self._model)
         self._graph_flags.resumed = _flags(arrays, "traced")
+        self._ended = bool(arrays.get("ended", False))  # checkpoints of older versions lack it
         for callback, swapped in zip(self._swap_callbacks(), arrays.get("swapped", ()), strict=False):
             callback._ema_weights_in_model = bool(swapped)  # noqa: SLF001
         self._scale_lr(self._lr_scale / float(arrays["lr_scale"]))
@@ -200,8 +203,10 @@ class KerasTrainer:
         end = _EpochEnd(begin, data, hooks, self, seeds)
         saving = self._file_saving_callback(hooks)
         own = () if saving is None else saving.callbacks
-        every = [begin, *self._package.callbacks, *own, end]
-        callbacks = TrainingCallbackList(every, self._model, self._restore_checkpoint)
+        callbacks = TrainingCallbackList(
+            [begin, *self._package.callbacks, *own, end], self._model, self._restore_checkpoint, _last_logs(hooks)
+        )
+        callbacks.begin_fit(self._spec.epochs, len(data))
 
         def fit(first: int, last: int, batches_before: int | None = None) -> None:
             begin.batches_before = batches_before or 0
@@ -231,7 +236,7 @@ class KerasTrainer:
                 first = self._spec.epochs if end.ended else first + 1
             if first < self._spec.epochs:
                 fit(first, self._spec.epochs)
-            callbacks.end()
+            self._end(callbacks)
         finally:
             current.end()  # the functions of TensorFlow's graphs, which stay in memory, refer to it
             if saving is not None:
@@ -263,14 +268,40 @@ class KerasTrainer:
 
     def export(self, folder: Path) -> None:
         """Write the model as after a complete ``model.fit``, with the user's unscaled learning rate."""
+        package = self._package
+        if not self._ended:
+            self._average_weights()
         self._scale_lr(1.0 / self._lr_scale)
         try:
-            package = self._package
-            swapped = any(callback._ema_weights_in_model for callback in self._swap_callbacks())  # noqa: SLF001
-            with _averaged_weights(self._model, swapped=swapped):
-                artifact.save(folder, self._model, package.objects, package.inputs, package.outputs)
+            artifact.save(folder, self._model, package.objects, package.inputs, package.outputs)
         finally:
             self._scale_lr(self._lr_scale)
+
+    def _end(self, callbacks: TrainingCallbackList) -> None:
+        """End the training in the order of Keras: callbacks may restore the best weights after the averages are set."""
+        if not callbacks.has_begun:  # no epoch is left
+            if self._ended or not self._changes_at_end():
+                return
+            callbacks.on_train_begin()  # the run was interrupted after its last epoch
+        self._average_weights()
+        callbacks.end()
+        self._ended = self._changes_at_end()
+
+    def _changes_at_end(self) -> bool:
+        """Return whether the model may change between the last epoch and the end of the training."""
+        return self._model.optimizer.use_ema or any(map(changes_model_at_end, self._package.callbacks))
+
+    def _average_weights(self) -> None:
+        """Replace the weights with their moving averages, if the optimizer keeps them (``use_ema``)."""
+        optimizer = self._model.optimizer
+        if not (optimizer.use_ema and optimizer.built):
+            return
+        swapped = any(callback._ema_weights_in_model for callback in self._swap_callbacks())  # noqa: SLF001
+        averages = zip(optimizer._trainable_variables, optimizer._model_variables_moving_average, strict=True)  # noqa: SLF001
+        for variable, average in averages:
+            if average is not None:  # if they are swapped, the model already has the averages
+                source, target = (variable, average) if swapped else (average, variable)
+                target.assign(source)
 
     def _scale_lr(self, factor: float) -> None:
         if factor == 1.0:
@@ -483,6 +514,14 @@ class _EpochEnd(keras.callbacks.Callback):  # type: ignore[misc]
         self.model.stop_training = self.ended
 
 
+def _last_logs(hooks: TrainHooks) -> dict[str, float]:
+    """Return the logs of the last epoch of a resumed run, as Keras' callbacks read them."""
+    if not hooks.history:
+        return {}
+    last = hooks.history[-1]
+    return {**last.train, **{f"val_{name}": value for name, value in last.validation.items()}}
+
+
 def _flag_arrays(prefix: str, flags: Omissions) -> dict[str, npt.NDArray[np.bool_]]:
     """Return the arrays of a checkpoint that record which layers and weights are trained."""
     return {
@@ -567,30 +606,6 @@ def _sync_layers(model: keras.Model) -> list[keras.Layer]:
 
     layers = model._flatten_layers(include_self=False)  # noqa: SLF001  (no public way to list nested layers)
     return [layer for layer in layers if isinstance(layer, SyncBatchNormalization)]
-
-
-@contextmanager
-def _averaged_weights(model: keras.Model, *, swapped: bool) -> Iterator[None]:
-    """Replace the weights in this block with their moving averages, if the optimizer keeps them (``use_ema``).
-
-    Args:
-        model: the model.
-        swapped: whether weights and averages are swapped; then the model already has the averages, which stay.
-    """
-    optimizer = model.optimizer
-    if not (optimizer.use_ema and optimizer.built):
-        yield
-        return
-    averages = zip(optimizer._trainable_variables, optimizer._model_variables_moving_average, strict=True)  # noqa: SLF001
-    pairs = [pair[::-1] if swapped else pair for pair in averages if pair[1] is not None]
-    values = [_value(variable) for variable, _ in pairs]
-    for variable, average in pairs:
-        variable.assign(average)
-    try:
-        yield
-    finally:
-        for (variable, _), value in zip(pairs, values, strict=True):
-            variable.assign(value)
 
 
 def _value(variable: keras.Variable) -> npt.NDArray[np.generic]:

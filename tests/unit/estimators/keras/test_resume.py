@@ -15,6 +15,7 @@ import pytest
 import sparkhvd.keras as hvd
 from sparkhvd.comm import objects, session
 from sparkhvd.errors import ParamError
+from sparkhvd.estimators.keras.arrays import arrays_from_bytes, arrays_to_bytes
 from sparkhvd.estimators.keras.plugin import PLUGIN
 from sparkhvd.estimators.keras.serialization import artifact
 from sparkhvd.estimators.params.policies import Checkpoints
@@ -73,27 +74,6 @@ def test_a_callback_that_stops_one_rank_within_an_epoch_ends_the_training_of_all
 
 def averaging():
     return keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.7)
-
-
-def train_averages(folder):
-    trainer = PLUGIN.trainer(
-        PLUGIN.pack(parameters(optimizer=averaging())), spec(DATA, epochs=2), session.current().world
-    )
-    trainer.fit(source(EVEN, session.current().world.rank), None, Hooks())
-    trained, own = trainer._model.get_weights(), Path(folder, str(session.current().world.rank))
-    own.mkdir()
-    trainer.export(own)
-    return trained, artifact.load_model(own, compiled=False).get_weights()
-
-
-def test_the_exported_model_but_not_the_checkpoint_has_averaged_weights(group, tmp_path):
-    (trained, exported), _ = group.run(train_averages, str(tmp_path))
-    model, data = network(), rows(80)
-    model.compile(optimizer=averaging(), loss=parameters()["loss"])
-    model.fit(data["x"], data["y"], 8, 2, shuffle=False, verbose=0)
-    for raw, average, plain in zip(trained, exported, model.get_weights(), strict=True):
-        np.testing.assert_allclose(average, plain, rtol=1e-4, atol=1e-6)
-        assert not np.allclose(raw, plain, rtol=1e-3)
 
 
 def swapping():
@@ -192,6 +172,56 @@ CALLBACKS = {
 }
 
 
+def best_weights():
+    return [Rising(), keras.callbacks.EarlyStopping(**WATCHED, patience=2, restore_best_weights=True)]
+
+
+def train_averages(folder, make_callbacks):
+    """Return the weights of the last epoch and of the exported model, also of runs that resume before and at the end.
+
+    The last run has weights that no callback may change again.
+    """
+    rank, kept = session.current().world.rank, []
+
+    class Keep(Hooks):
+        def on_epoch_end(self, report, trainer):
+            kept.append((trainer.state(), trainer._model.get_weights()))
+            return super().on_epoch_end(report, trainer)
+
+    def run(name, hooks, state=None):
+        packed = PLUGIN.pack(parameters(optimizer=averaging(), callbacks=make_callbacks()))
+        trainer = PLUGIN.trainer(packed, spec(DATA, epochs=3), session.current().world)
+        if state is not None:
+            trainer.restore(state)
+        trainer.fit(source(EVEN, rank), None, hooks)
+        end = trainer.state()
+        own = Path(folder, f"{name}-{rank}")
+        own.mkdir()
+        trainer.export(own)
+        return end, artifact.load_model(own, compiled=False).get_weights()
+
+    _, exported = run("whole", Keep())
+    state, trained = kept[-1]
+    end, resumed = run("resumed", Hooks(first_epoch=3), state)
+    arrays = arrays_from_bytes(end) | {f"model.{i}": w * 2 for i, w in enumerate(exported)}
+    _, unchanged = run("ended", Hooks(first_epoch=3), arrays_to_bytes(arrays))
+    return trained, exported, resumed, [weight / 2 for weight in unchanged]
+
+
+@pytest.mark.parametrize("make_callbacks", [list, best_weights])
+def test_the_exported_model_is_that_of_keras_also_if_the_training_was_interrupted_at_its_end(
+    group, tmp_path, make_callbacks
+):
+    (trained, *exported), _ = group.run(train_averages, str(tmp_path), make_callbacks)
+    model, data = network(), rows(80)
+    model.compile(optimizer=averaging(), loss=parameters()["loss"])
+    model.fit(data["x"], data["y"], 8, 3, shuffle=False, verbose=0, callbacks=make_callbacks())
+    for weights in exported:
+        for raw, one, plain in zip(trained, weights, model.get_weights(), strict=True):
+            np.testing.assert_allclose(one, plain, rtol=1e-4, atol=1e-6)
+            assert not np.allclose(raw, plain, rtol=1e-3)
+
+
 def resumable(kind):
     """Return parameters that have a state between two epochs of ten batches."""
     if kind == "accumulated":  # the last batch of an epoch is the first batch of a step
@@ -205,20 +235,23 @@ def resumable(kind):
     return {"callbacks": [make() for make in CALLBACKS[kind]]} if kind in CALLBACKS else {}
 
 
+class KeepFirstEpoch(Hooks):
+    """Keeps the state of rank 0 at the end of the first epoch, like a Store."""
+
+    def on_epoch_end(self, report, trainer):
+        if report.epoch == 0:
+            self.kept = objects.broadcast_object(session.current(), trainer.state(), name="state")
+        return super().on_epoch_end(report, trainer)
+
+
 def continue_from_state(kind):
     """Train three epochs, and the last two again with another trainer: the results are equal."""
     world = session.current().world
 
-    class Keep(Hooks):
-        def on_epoch_end(self, report, trainer):
-            if report.epoch == 0:  # like the Store
-                self.kept = session.current().broadcast(np.frombuffer(trainer.state(), np.uint8), 0).tobytes()
-            return super().on_epoch_end(report, trainer)
-
     def make():
         return PLUGIN.trainer(PLUGIN.pack(parameters(**resumable(kind))), spec(DATA, epochs=3), world)
 
-    undisturbed, hooks = make(), Keep()
+    undisturbed, hooks = make(), KeepFirstEpoch()
     undisturbed.fit(source(PARTIAL_END, world.rank), None, hooks)
     resumed = make()
     resumed.restore(hooks.kept)
@@ -247,8 +280,8 @@ def extend(kind):
         trainer.fit(source(EVEN, world.rank), None, hooks)
         return trainer
 
-    kept = session.current().broadcast(np.frombuffer(trained(1, Hooks()).state(), np.uint8), 0).tobytes()
-    extended, undisturbed = trained(3, Hooks(first_epoch=1), kept), trained(3, Hooks())
+    trained(1, hooks := KeepFirstEpoch())
+    extended, undisturbed = trained(3, Hooks(first_epoch=1), hooks.kept), trained(3, Hooks())
     for one, two in zip(undisturbed._model.get_weights(), extended._model.get_weights(), strict=True):
         np.testing.assert_array_equal(one, two)
 
@@ -378,8 +411,8 @@ def continue_within_an_epoch(kind):
         def on_step_end(self, report, trainer):
             if (report.epoch, report.step) == (1, 4):
                 own = report.rank_state()
-                state = session.current().broadcast(np.frombuffer(trainer.state(), np.uint8), 0)  # like the Store
-                self.kept = state.tobytes(), tuple(objects.allgather_object(session.current(), report.metrics())), own
+                state = objects.broadcast_object(session.current(), trainer.state(), name="state")  # like the Store
+                self.kept = state, tuple(objects.allgather_object(session.current(), report.metrics())), own
                 raise InterruptedError
 
     undisturbed, whole = make(), Hooks()
