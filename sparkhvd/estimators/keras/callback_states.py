@@ -9,21 +9,37 @@ import keras
 import numpy as np
 import numpy.typing as npt
 
-CALLBACK = "callback."  # begins the names of the states
 Arrays = dict[str, npt.NDArray[np.generic]]
 
-_CALLBACK_TYPES = (keras.callbacks.EarlyStopping, keras.callbacks.ReduceLROnPlateau)
-_NUMBER_ATTRIBUTES = ("wait", "best", "best_epoch", "stopped_epoch", "cooldown_counter")
+_CALLBACK_TYPES = (
+    keras.callbacks.EarlyStopping,
+    keras.callbacks.ModelCheckpoint,
+    keras.callbacks.ReduceLROnPlateau,
+)
+_NUMBER_ATTRIBUTES = (
+    "wait",
+    "best",
+    "best_epoch",
+    "stopped_epoch",
+    "cooldown_counter",
+    "_batches_seen_since_last_saving",
+    "_last_batch_seen",
+)
 
 
 def callback_states(callbacks: Sequence[keras.callbacks.Callback]) -> Arrays:
-    """Return the states of the callbacks so far, by names that ``restore_callbacks`` knows."""
+    """Return the states of the callbacks so far, by names that ``restore_callbacks`` knows.
+
+    The states of ranks differ if a callback acts on rank 0 only, and a run resumes with those of rank 0.
+    """
     arrays: Arrays = {}
     for prefix, callback in _stateful(callbacks):
         numbers = {name: getattr(callback, name, None) for name in _NUMBER_ATTRIBUTES}
         arrays |= {f"{prefix}.{name}": np.asarray(value) for name, value in numbers.items() if value is not None}
         for index, weight in enumerate(getattr(callback, "best_weights", None) or ()):
             arrays[f"{prefix}.weight.{index}"] = np.asarray(weight)
+        if _compares_within_epoch(callback) and callback.monitor_op is not None:
+            arrays[f"{prefix}.monitor_op"] = np.array(callback.monitor_op.__name__)
     return arrays
 
 
@@ -38,6 +54,8 @@ def restore_callbacks(
         names = (f"{prefix}.weight.{index}" for index in count())
         if weights := [arrays[name] for name in takewhile(arrays.__contains__, names)]:
             callback.best_weights = weights
+        if _compares_within_epoch(callback) and callback.monitor_op is None and f"{prefix}.monitor_op" in arrays:
+            callback.monitor_op = getattr(keras.ops, str(arrays[f"{prefix}.monitor_op"]))
 
 
 def changes_model_at_end(callback: keras.callbacks.Callback) -> bool:
@@ -50,7 +68,12 @@ def changes_model_at_end(callback: keras.callbacks.Callback) -> bool:
 def _stateful(callbacks: Sequence[keras.callbacks.Callback]) -> list[tuple[str, keras.callbacks.Callback]]:
     """Return the callbacks with a known state, each with a name of its own."""
     return [
-        (f"{CALLBACK}{index}.{type(callback).__name__}", callback)
+        (f"callback.{index}.{type(callback).__name__}", callback)
         for index, callback in enumerate(callbacks)
         if isinstance(callback, _CALLBACK_TYPES)
     ]
+
+
+def _compares_within_epoch(callback: keras.callbacks.Callback) -> bool:
+    """Return whether a callback needs ``monitor_op`` within an epoch; Keras sets it only at the end of an epoch."""
+    return isinstance(callback, keras.callbacks.ModelCheckpoint)

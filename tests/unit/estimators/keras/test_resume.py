@@ -398,6 +398,17 @@ def test_callbacks_see_one_training_although_it_resumes_within_an_epoch(group):
         assert noted == ["begin", (1, 4, 10, 3), (2, 0, 10, 3), ["accuracy", "loss"]]
 
 
+class Interrupted(Hooks):
+    """Ends the training in the second epoch, with the state of rank 0, like a Store."""
+
+    def on_step_end(self, report, trainer):
+        if (report.epoch, report.step) == (1, 4):
+            own = report.rank_state()
+            state = objects.broadcast_object(session.current(), trainer.state(), name="state")
+            self.kept = state, tuple(objects.allgather_object(session.current(), report.metrics())), own
+            raise InterruptedError
+
+
 def continue_within_an_epoch(kind):
     """Train three epochs; also train to the middle of the second, and resume there with another trainer."""
     world = session.current().world
@@ -406,14 +417,6 @@ def continue_within_an_epoch(kind):
         warmup = hvd.callbacks.LearningRateWarmupCallback(0.02, warmup_epochs=3)
         params = {"model": dropping(), "callbacks": [warmup], **resumable(kind)}
         return PLUGIN.trainer(PLUGIN.pack(parameters(**params)), spec(DATA, epochs=3), world)
-
-    class Interrupted(Hooks):
-        def on_step_end(self, report, trainer):
-            if (report.epoch, report.step) == (1, 4):
-                own = report.rank_state()
-                state = objects.broadcast_object(session.current(), trainer.state(), name="state")  # like the Store
-                self.kept = state, tuple(objects.allgather_object(session.current(), report.metrics())), own
-                raise InterruptedError
 
     undisturbed, whole = make(), Hooks()
     undisturbed.fit(source(PARTIAL_END, world.rank), None, whole)
@@ -440,6 +443,61 @@ def continue_within_an_epoch(kind):
 @pytest.mark.parametrize("kind", ["plain", "accumulated", "swapped", *CALLBACKS, "global generators"])
 def test_resuming_within_an_epoch_equals_an_uninterrupted_training(group, kind):
     group.run(continue_within_an_epoch, kind)
+
+
+class Falling(keras.callbacks.Callback):
+    """Adds a value to the logs of batches, which is lowest in the first epoch."""
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+
+    def on_train_batch_end(self, batch, logs=None):
+        logs["falling"] = -batch - 10 * (self.epoch == 0)
+
+
+def saved_files(folder):
+    """Return the files that ModelCheckpoints save in a training, in one that is interrupted, and in the rest of it."""
+    rank = session.current().world.rank
+
+    def run(name, hooks, state=None):
+        own = Path(folder, f"{name}-{rank}")
+        own.mkdir()
+        best = {"save_best_only": True, "save_weights_only": True, **WATCHED}
+        callbacks = [
+            Rising(),
+            Falling(),
+            keras.callbacks.ModelCheckpoint(own / "{epoch}-best.weights.h5", **best),
+            keras.callbacks.ModelCheckpoint(own / "{epoch}-{batch}.weights.h5", save_weights_only=True, save_freq=4),
+            keras.callbacks.ModelCheckpoint(
+                own / "{epoch}-{batch}-best.weights.h5", **{**best, "monitor": "falling"}, save_freq=6
+            ),
+            hvd.callbacks.BestModelCheckpoint(str(own / "{epoch}.keras"), **WATCHED),
+        ]
+        trainer = PLUGIN.trainer(
+            PLUGIN.pack(parameters(callbacks=callbacks)), spec(DATA, epochs=3), session.current().world
+        )
+        if state is not None:
+            trainer.restore(state)
+        with contextlib.suppress(InterruptedError):
+            trainer.fit(source(EVEN, rank), None, hooks)
+        return sorted(path.name for path in own.iterdir())
+
+    whole, first = run("whole", Hooks()), run("first", hooks := Interrupted())
+    state, _, own = hooks.kept
+    return whole, first, run("rest", Hooks(first_epoch=1, first_step=4, rank_state=own), state)
+
+
+def test_the_checkpoints_that_callbacks_save_do_not_depend_on_an_interruption(group, tmp_path):
+    for rank, (whole, first, rest) in enumerate(group.run(saved_files, str(tmp_path))):
+        assert whole == sorted([*first, *rest])
+        assert first == [
+            "1-4.weights.h5",
+            "1-6-best.weights.h5",
+            "1-8.weights.h5",
+            "1-best.weights.h5",
+            *(["1.keras"] if rank == 0 else []),
+            "2-2.weights.h5",
+        ]
 
 
 class Halving(keras.Model):
