@@ -31,16 +31,21 @@ def synchronize_buffers(module: torch.nn.Module, weight: float, name: str = "buf
         weight: the weight of this rank's buffers, such as the number of rows that changed them.
         name: the operation's name, equal on all ranks.
     """
-    buffers = {key: buffer for key, buffer in module.named_buffers() if _is_plain(buffer)}
+    arrays = buffer_arrays(module)
     agreed = agree(
         session.current(),
-        {key: _array(buffer) for key, buffer in buffers.items()},
+        arrays,
         weight,
-        means_of_variances=_means_of_variances(buffers),
+        means_of_variances=_means_of_variances(arrays),
         never_averaged=_unit_vectors_and_masks(module),
         name=name,
     )
     take_buffers(module, {key: torch.from_numpy(array) for key, array in agreed.items()})
+
+
+def buffer_arrays(module: torch.nn.Module) -> dict[str, npt.NDArray[np.generic]]:
+    """Return the buffers that have an array form, by name; an array may share the memory of its buffer."""
+    return {key: _array(buffer) for key, buffer in module.named_buffers() if _is_plain(buffer)}
 
 
 def non_persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -97,7 +102,7 @@ def _array(buffer: torch.Tensor) -> npt.NDArray[np.generic]:
     return plain.to(kind).numpy()
 
 
-def _means_of_variances(buffers: dict[str, torch.Tensor]) -> dict[str, str]:
+def _means_of_variances(buffers: Collection[str]) -> dict[str, str]:
     """Return the running mean that belongs to each running variance, by the names of the buffers."""
     pairs = {key: f"{key.removesuffix('running_var')}running_mean" for key in buffers if key.endswith("running_var")}
     return {variance: mean for variance, mean in pairs.items() if mean in buffers}

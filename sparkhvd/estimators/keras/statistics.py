@@ -9,6 +9,7 @@ import numpy as np
 
 from sparkhvd.comm import session
 from sparkhvd.comm.collectives.buffers import ReduceOp
+from sparkhvd.estimators.keras.module_buffers import ModuleBuffers
 from sparkhvd.keras.variables import broadcast_variables
 
 
@@ -18,13 +19,19 @@ class LayerStatistics:
     Args:
         model: the model, built.
         own: variables that differ between ranks on purpose, such as the states of random generators.
+        buffers: the buffers of the model.
         sums: the optimizer's sums of gradients for a step that has not ended. The step uses their mean over the ranks,
             so every rank can continue from this mean.
     """
 
     def __init__(
-        self, model: keras.Model, own: Iterable[keras.Variable], sums: Iterable[keras.Variable | None] = ()
+        self,
+        model: keras.Model,
+        own: Iterable[keras.Variable],
+        buffers: ModuleBuffers,
+        sums: Iterable[keras.Variable | None] = (),
     ) -> None:
+        self.buffers = buffers
         layers = model._flatten_layers()  # noqa: SLF001  (no public way to list nested layers)
         # The weights of a frozen layer are non-trainable, too, but equal on all ranks.
         weights = [weight for layer in layers for weight in layer._trainable_variables]  # noqa: SLF001
@@ -35,7 +42,7 @@ class LayerStatistics:
         self._others = [v for v in statistics if not keras.backend.is_float_dtype(v.dtype)]
 
     def equalize(self, rows: int, name: str) -> None:
-        """Average floating-point variables over the ranks, and broadcast all others from rank 0; collective.
+        """Average floating-point variables and buffers over the ranks, and make all others equal; collective.
 
         The average of exponential moving averages equals the moving average of averaged updates, so the frequency of
         the calls does not matter.
@@ -47,6 +54,7 @@ class LayerStatistics:
         broadcast_variables(self._others)
         self._average(self._sums, 1, f"{name}, sums of gradients")
         self._average(self._floats, rows, name)
+        self.buffers.equalize(rows, f"{name}, buffers")
 
     @staticmethod
     def _average(variables: list[keras.Variable], weight: int, name: str) -> None:

@@ -27,6 +27,7 @@ from sparkhvd.estimators.keras.dataset import BatchDataset, as_input_of_fit
 from sparkhvd.estimators.keras.divisors import CurrentBatch, divide_over_ranks
 from sparkhvd.estimators.keras.graph_flags import GraphFlags
 from sparkhvd.estimators.keras.metrics import Logs, MetricSums, as_number, summed_results
+from sparkhvd.estimators.keras.module_buffers import ModuleBuffers
 from sparkhvd.estimators.keras.randomness import RandomStates
 from sparkhvd.estimators.keras.serialization import artifact
 from sparkhvd.estimators.keras.serialization.omissions import Omissions
@@ -84,11 +85,13 @@ class KerasTrainer:
         self._checkpoint = b""  # the state from which the run resumes; empty if it does not
         self._ended = False  # whether the weights are averaged and callbacks have ended the training, see _end
         self._graph_flags = GraphFlags(self._model)
+        self._buffers = ModuleBuffers(self._model)
 
     def state(self) -> bytes:
-        """Return the values of all variables of the model and its optimizers, and the states of callbacks."""
+        """Return the values of the model's variables and buffers, and the states of optimizers and callbacks."""
         arrays = {f"model.{i}": _value(v) for i, v in enumerate(self._model.variables)}
         arrays |= {f"optimizer.{i}": _value(v) for i, v in enumerate(self._model.optimizer.variables)}
+        arrays |= {f"buffer.{name}": values for name, values in self._buffers.values().items()}
         index_by_id = {id(variable): index for index, variable in enumerate(self._model.variables)}
         for name, optimizer in self._additional_optimizers().items():
             trained = [index_by_id.get(id(v), -1) for v in optimizer._trainable_variables] if optimizer.built else []  # noqa: SLF001
@@ -134,6 +137,8 @@ class KerasTrainer:
                 other.build([self._model.variables[index] for index in arrays[f"trained by {name}"]])
             for index, variable in enumerate(other.variables):
                 variable.assign(arrays[f"{name}.{index}"])
+        buffers = {name: values for name, values in arrays.items() if name.startswith("buffer.")}
+        self._buffers.restore({name.removeprefix("buffer."): values for name, values in buffers.items()})
         if (flags := _flags(arrays, "trained")) is not None:
             flags.restore(self._model)
         self._graph_flags.resumed = _flags(arrays, "traced")
@@ -185,7 +190,7 @@ class KerasTrainer:
         self._weight_by_rows(optimizer, sync_layers, current)
         seeds = RandomStates(self._model, self._spec, session.current().world.rank, hooks)
         sums = getattr(optimizer, "_accumulated_gradients", ())  # exists if gradient_accumulation_steps is set
-        statistics = LayerStatistics(self._model, seeds.variables, sums)
+        statistics = LayerStatistics(self._model, seeds.variables, self._buffers, sums)
         checkpoint_callback = self._package.checkpoint_callback
         saves_within_epoch = checkpoint_callback is not None and checkpoint_callback.save_freq != "epoch"
         divide_over_ranks(self._model, current)
@@ -349,6 +354,7 @@ class _EpochBegin(keras.callbacks.Callback):  # type: ignore[misc]  # keras has 
         self._data = data
         self._validation = validation
         self._saved: list[tuple[keras.Variable, npt.NDArray[np.generic]]] = []
+        self._saved_buffers: dict[str, npt.NDArray[np.generic]] = {}
         self._summed: dict[str, float] = {}
         self._started = self._data_wait = 0.0
         self._waits = session.current().channel().waits
@@ -437,17 +443,19 @@ class _EpochBegin(keras.callbacks.Callback):  # type: ignore[misc]  # keras has 
 
     def _save_variables(self, batch: int, data: BatchDataset) -> None:
         """If the step may be empty, save the variables that an empty step must not change; copies take time."""
-        self._saved = []
+        self._saved, self._saved_buffers = [], {}
         if data.may_be_empty(batch):
             model = self.model
             own = [variable for variable in model.non_trainable_variables if id(variable) not in self._shared]
             self._saved = [(variable, _value(variable)) for variable in (*model.metrics_variables, *own)]
+            self._saved_buffers = self._statistics.buffers.values()
 
     def _restore_variables(self, batch: int, data: BatchDataset) -> None:
         if data.was_empty(batch):
             for variable, value in self._saved:
                 variable.assign(value)
-        self._saved = []
+            self._statistics.buffers.restore(self._saved_buffers)
+        self._saved, self._saved_buffers = [], {}
 
 
 class _EpochEnd(keras.callbacks.Callback):  # type: ignore[misc]

@@ -191,6 +191,26 @@ def dropping():
     return keras.Sequential([keras.Input((6,)), first, keras.layers.Dropout(0.5, seed=1), *rest])
 
 
+def with_torch_statistics():
+    """Return a network with a module of PyTorch that has buffers; without it on another backend."""
+    normalization = []
+    if keras.config.backend() == "torch":
+        import torch  # noqa: PLC0415
+
+        module = keras.layers.TorchModuleWrapper(torch.nn.BatchNorm1d(1), output_shape=(None, 1, 6))
+        normalization = [keras.layers.Reshape((1, 6)), module, keras.layers.Flatten()]
+    start = network()
+    model = keras.Sequential([keras.Input((6,)), *normalization, *start.layers])
+    model.set_weights([*model.get_weights()[: -len(start.weights)], *start.get_weights()])
+    return model
+
+
+def buffers(model):
+    """Return the buffers of the modules of PyTorch in a model."""
+    layers = [layer for layer in model.layers if isinstance(layer, keras.layers.TorchModuleWrapper)]
+    return [buffer.detach().cpu().numpy().copy() for layer in layers for buffer in layer.module.buffers()]
+
+
 class GlobalNoise(keras.layers.Layer):
     """Draws from the global random generators of Keras and of its backend."""
 

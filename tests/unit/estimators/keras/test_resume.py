@@ -31,6 +31,7 @@ from tests.unit.estimators.keras.networks import (
     PARTIAL_END,
     Keeping,
     TwoOptimizers,
+    buffers,
     built,
     dropping,
     network,
@@ -38,6 +39,7 @@ from tests.unit.estimators.keras.networks import (
     parameters,
     rows,
     source,
+    with_torch_statistics,
 )
 
 
@@ -97,7 +99,7 @@ def in_bfloat16():
     return keras.Sequential([keras.Input((6,)), *layers])
 
 
-MODELS = {"bfloat16": in_bfloat16, "global generators": noisy}
+MODELS = {"bfloat16": in_bfloat16, "global generators": noisy, "buffers": with_torch_statistics}
 
 
 class Rising(keras.callbacks.Callback):
@@ -259,11 +261,13 @@ def continue_from_state(kind):
     for one, two in zip(undisturbed._model.weights, resumed._model.weights, strict=True):
         np.testing.assert_array_equal(keras.ops.convert_to_numpy(one), keras.ops.convert_to_numpy(two))
         assert one.trainable == two.trainable
+    for one, two in zip(buffers(undisturbed._model), buffers(resumed._model), strict=True):
+        np.testing.assert_array_equal(one, two)
 
 
 @pytest.mark.parametrize(
     "kind",
-    ["plain", "accumulated", "swapped", *CALLBACKS, "bfloat16", "two optimizers", "global generators"],
+    ["plain", "accumulated", "swapped", *CALLBACKS, "two optimizers", *MODELS],
 )
 def test_a_resumed_training_equals_an_uninterrupted_one(group, kind):
     group.run(continue_from_state, kind)

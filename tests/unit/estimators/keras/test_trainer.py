@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import keras
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from sparkhvd.data import ColumnSpec, DataSchema
 from sparkhvd.data.schema import columns
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.keras.plugin import PLUGIN
+from sparkhvd.estimators.keras.serialization import artifact
 from sparkhvd.estimators.training.history import average_over_ranks
 from tests.unit.estimators.arrays import ArraySource, Hooks, partition_rows, schema, spec
 from tests.unit.estimators.keras.networks import (
@@ -24,6 +27,7 @@ from tests.unit.estimators.keras.networks import (
     WEIGHTED,
     TwoOptimizers,
     both,
+    buffers,
     built,
     drawn,
     dropping,
@@ -34,6 +38,7 @@ from tests.unit.estimators.keras.networks import (
     rows,
     source,
     two_ended_rows,
+    with_torch_statistics,
 )
 
 
@@ -184,6 +189,44 @@ def train_with_normalization(sizes):
     trainer = PLUGIN.trainer(packed, spec(DATA, epochs=2), world)
     trainer.fit(source(sizes, world.rank), source(sizes, world.rank), Hooks())
     return trainer._model.get_weights()
+
+
+class ValidatedBuffers(keras.callbacks.Callback):
+    """Records the buffers with which the model is validated."""
+
+    def on_test_begin(self, logs=None):
+        self.noted = buffers(self.model)
+
+
+def train_with_buffers(sizes, folder):
+    """Return the buffers at the validation and in the exported model; None on a backend without them."""
+    if keras.config.backend() != "torch":
+        return None
+    world = session.current().world
+    packed = PLUGIN.pack(parameters(model=with_torch_statistics(), callbacks=[ValidatedBuffers()]))
+    trainer = PLUGIN.trainer(packed, spec(DATA), world)
+    trainer.fit(source(sizes, world.rank), source(sizes, world.rank), Hooks())
+    own = Path(folder, str(world.rank))
+    own.mkdir()
+    trainer.export(own)
+    return trainer._package.callbacks[0].noted, buffers(artifact.load_model(own, compiled=False))
+
+
+def test_buffers_of_pytorch_modules_are_means_over_the_rows_of_all_ranks(group, tmp_path):
+    outcomes = group.run(train_with_buffers, EMPTY_END, str(tmp_path))
+    if outcomes[0] is None:
+        return
+    means, data = np.zeros(2), rows(sum(map(sum, EMPTY_END)))["x"]
+    for step in EMPTY_END:
+        for rank, count in enumerate(step):
+            batch, data = data[:count], data[count:]
+            if count:
+                means[rank] = 0.9 * means[rank] + 0.1 * batch.mean()
+    (mean, variance, batches), *others = [found for outcome in outcomes for found in outcome]
+    assert mean == pytest.approx(np.average(means, weights=np.sum(EMPTY_END, axis=0)), rel=1e-4)
+    assert batches == len(EMPTY_END)
+    for other in others:
+        assert [mean, variance, batches] == other
 
 
 class TwoPlainOptimizers(TwoOptimizers):
