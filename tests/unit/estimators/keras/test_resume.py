@@ -14,14 +14,11 @@ import pytest
 
 import sparkhvd.keras as hvd
 from sparkhvd.comm import objects, session
-from sparkhvd.errors import ParamError
 from sparkhvd.estimators.keras.arrays import arrays_from_bytes, arrays_to_bytes
 from sparkhvd.estimators.keras.plugin import PLUGIN
 from sparkhvd.estimators.keras.serialization import artifact
 from sparkhvd.estimators.params.policies import Checkpoints
 from sparkhvd.estimators.reports import EpochRecord
-from sparkhvd.estimators.runs.resume_check import check_resumable
-from sparkhvd.world import World
 from tests.unit.estimators.arrays import ArraySource, Hooks, spec
 from tests.unit.estimators.interruptions import assert_equal_values, values_of_epochs
 from tests.unit.estimators.keras.networks import (
@@ -632,47 +629,3 @@ def train_until_a_callback_stops(interruptions):
 def test_a_stop_that_a_callback_requested_before_an_interruption_ends_the_resumed_training(group, interruptions):
     for undisturbed, resumed in group.run(train_until_a_callback_stops, interruptions):
         assert_equal_values(undisturbed, resumed, rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("before", "now", "message"),
-    [
-        ({"use_ema": True}, {}, r"has a variable '.*kernel_average', which this fit's optimizer lacks"),
-        ({}, {"use_ema": True}, r"lacks the variable '.*kernel_average' of this fit's optimizer"),
-        ({"gradient_accumulation_steps": 2}, {"use_ema": True}, "has a variable '.*gradient_accumulator'"),
-    ],
-)
-def test_a_run_is_not_resumed_with_an_optimizer_that_has_other_variables(before, now, message):
-    def trainer(**more):
-        optimizer = keras.optimizers.SGD(0.1, momentum=0.9, **more)
-        optimizer.build(network().trainable_variables)
-        return PLUGIN.trainer(PLUGIN.pack(parameters(optimizer=optimizer)), spec(DATA), World(0, 1))
-
-    first = trainer(**before)
-    first.restore(first.state())
-    with pytest.raises(ParamError, match=message):
-        trainer(**now).restore(trainer(**before).state())
-
-
-def of_type(dtype):
-    return keras.Sequential([keras.Input((6,)), keras.layers.Dense(3, dtype=dtype)])
-
-
-def test_a_run_is_not_resumed_with_weights_of_another_type():
-    before, now = (PLUGIN.facts(parameters(model=of_type(dtype))) for dtype in ("float32", "float64"))
-    check_resumable("run", "url", before, before)
-    with pytest.raises(
-        ParamError, match=r"its weight '0: .*kernel' has elements of type float32, but this .* has float64"
-    ):
-        check_resumable("run", "url", before, now)
-
-
-def test_a_run_is_not_resumed_with_other_layers_frozen():
-    whole, frozen = network(), network()
-    frozen.layers[0].trainable = False
-    before, now = (PLUGIN.facts(parameters(model=model)) for model in (whole, frozen))
-    check_resumable("run", "url", before, before)
-    with pytest.raises(
-        ParamError, match=r"parameter 0 of group 0 of its optimizer is '0: .*kernel', but of this fit's"
-    ):
-        check_resumable("run", "url", before, now)
