@@ -70,7 +70,7 @@ __all__ = [
     "slots",
 ]
 
-# `from sparkhvd import *` provides the names of the installed frameworks. This looks for them without an import.
+# `from sparkhvd import *` provides the names of the installed frameworks only. `find_spec` imports none of them.
 _PACKAGES = {"Keras": ("keras",), "Lightning": ("lightning", "pytorch_lightning"), "Torch": ("torch",)}
 for _framework, _packages in _PACKAGES.items():
     if not any(map(find_spec, _packages)):

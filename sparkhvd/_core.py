@@ -1,6 +1,7 @@
-"""Reports that the compiled core is missing: Python imports this module only if it finds no ``_core`` for itself.
+"""Reports that the compiled core is missing: Python imports this module only if it finds no compiled ``_core``.
 
-In a folder, a compiled module precedes a module of the same name. From a zip file, Python loads no compiled modules.
+In a folder, a compiled module takes precedence over a Python module of the same name. From a zip file, Python loads no
+compiled modules.
 """
 
 from __future__ import annotations

@@ -50,8 +50,10 @@ def non_negative_number(text: str) -> float:
 def positive_number(text: str) -> float:
     """Read a finite number above 0."""
     value = non_negative_number(text)
-    if value == 0 or math.isinf(value):
+    if value == 0:
         raise ValueError("must be above 0")
+    if math.isinf(value):
+        raise ValueError("must be finite")
     return value
 
 
@@ -72,7 +74,7 @@ def positive_integer(text: str) -> int:
 
 
 def switch(text: str) -> bool:
-    """Read on or off; numbers count as in C."""
+    """Read on or off; a number is on unless it is 0."""
     word = text.strip().lower()
     if word in _ON or word in _OFF:
         return word in _ON
@@ -384,7 +386,7 @@ def from_environment(environment: Mapping[str, str] | None = None) -> Config:
         environment: read instead of the process environment if set.
 
     Raises:
-        ConfigError: a variable has an invalid value; the message contains both.
+        ConfigError: a variable has an invalid value; the message contains its name and the value.
     """
     env = os.environ if environment is None else environment
     values: dict[str, Any] = {}
@@ -407,7 +409,7 @@ def with_changed_variables(
 
     Args:
         config: the launcher's configuration, which holds for all settings whose variables are unchanged.
-        before: the earlier value of ``setting_variables()``.
+        before: the earlier result of ``setting_variables()``.
         environment: read instead of the process environment if set.
 
     Raises:
@@ -434,7 +436,7 @@ def with_changed_variables(
 
 
 def _readers() -> dict[str, dict[str, Reader[Any]]]:
-    """Return the reader of each variable of a setting, in their order, by setting."""
+    """Return the readers of each setting by variable, in the order of precedence."""
     return {
         name: {variable_of(name): declared.own_reader, **declared.readers} for name, declared in declarations().items()
     }
@@ -465,7 +467,7 @@ def warn_ignored_variables(environment: Mapping[str, str] | None = None) -> None
 
 
 def mpirun_size(environment: Mapping[str, str] | None = None) -> int:
-    """Return how many processes mpirun started, this one among them; 1 without mpirun."""
+    """Return the number of processes that mpirun started, including this one; 1 without mpirun."""
     env = os.environ if environment is None else environment
     return max([1, *(int(env[name]) for name in _MPI_SIZES if env.get(name, "").isdecimal())])
 
@@ -527,7 +529,7 @@ def restrict_nccl_to(interfaces: str) -> None:
     """
     names = ",".join(name.strip() for name in interfaces.split(",") if name.strip())
     if names and not os.environ.get(NCCL_INTERFACES):
-        export({NCCL_INTERFACES: f"={names}"})  # without the sign, eth1 would also match eth10
+        export({NCCL_INTERFACES: f"={names}"})  # without the equals sign, eth1 would also match eth10
 
 
 def visible_devices() -> str | None:

@@ -1,4 +1,4 @@
-"""One monotonic deadline per operation, made at the edge and passed down."""
+"""One monotonic deadline per operation, created where the operation starts and passed down."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from sparkhvd.errors import DeadlineExceededError
 class Deadline:
     """A point on the monotonic clock by which an operation must be over.
 
-    ``Deadline.after(30.0)`` ends 30 seconds from now. A deadline is made once, where the operation starts, and handed
-    to everything that waits on its behalf, so that nested waits cannot add up.
+    ``Deadline.after(30.0)`` expires 30 seconds from now. A deadline is created once, where the operation starts, and
+    passed to everything that waits on its behalf, so that nested waits cannot add up.
     """
 
     at: float

@@ -1,7 +1,7 @@
-"""Every exception that sparkhvd raises on purpose.
+"""The exceptions that sparkhvd raises on purpose.
 
-Each message says what happened, where, and the next step. All types derive from ``SparkHvdError``; those that replace a
-built-in that users already catch derive from that built-in too.
+Each message says what happened, where, and the next step. All types derive from ``SparkHvdError``, and also from the
+built-in exception that users would expect in their place.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from functools import partial
 
 
 class SparkHvdError(Exception):
-    """Base of all errors that sparkhvd raises on purpose."""
+    """The base class of these exceptions."""
 
 
 class ConfigError(SparkHvdError, ValueError):
@@ -111,7 +111,7 @@ class SchemaError(DataError):
 
 
 class ParamError(SparkHvdError, ValueError):
-    """An estimator or model parameter is missing or contradicts another."""
+    """A parameter of an estimator, a model or a search is missing or invalid, or contradicts another."""
 
 
 class ModelOutputError(ParamError):
@@ -119,4 +119,4 @@ class ModelOutputError(ParamError):
 
 
 class SearchError(SparkHvdError, RuntimeError):
-    """No trial of a search completed, or the search was interrupted."""
+    """A search has no single result: no trial completed, it was interrupted, or several trials are the best."""

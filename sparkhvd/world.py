@@ -1,4 +1,4 @@
-"""Where one rank stands in a job."""
+"""The position of a rank in its job."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sparkhvd.errors import ConfigError
 class World:
     """Position of a rank among all ranks, among those of its host, and among the hosts.
 
-    Containers of YARN that each count their GPUs from 0 are hosts of their own here.
+    YARN containers that each number their GPUs from 0 count as separate hosts here.
 
     ``local_rank`` counts the ranks of one host, ``cross_rank`` the ranks with the same ``local_rank`` over the hosts.
     """

@@ -97,6 +97,7 @@ def test_a_level_is_read_by_its_name_or_number() -> None:
         ("SPARKHVD_FUSION_THRESHOLD", "1.5", "must be a whole number"),
         ("HOROVOD_FUSION_THRESHOLD", "64MB", "must be a number"),
         ("HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE", "0", "must be at least 1"),
+        ("SPARKHVD_LINK_GBITS", "inf", "must be finite"),
         ("SPARKHVD_SHARED_MEMORY", "maybe", "must be 1 or 0"),
         ("SPARKHVD_GPU_OPERATIONS", "gloo", "must be one of automatic, nccl, staged"),
         ("SPARKHVD_LOG_LEVEL", "loud", "must be one of trace, debug, info, warning, error, fatal, .*"),
