@@ -7,7 +7,7 @@ from typing import Self
 
 
 class Closable(ABC):
-    """A context manager that closes itself."""
+    """A context manager whose exit calls ``close``."""
 
     @abstractmethod
     def close(self) -> None:

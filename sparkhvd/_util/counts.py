@@ -7,7 +7,7 @@ from typing import TypeGuard
 
 
 def is_integer(value: object) -> TypeGuard[int]:
-    """Return whether a value is an integer, also one of NumPy's; booleans are not."""
+    """Return whether a value is an integer of Python or NumPy; booleans are not."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
@@ -17,7 +17,7 @@ def is_count(value: object, least: int) -> TypeGuard[int]:
 
 
 def plain_count(value: int | None) -> int | None:
-    """Return an integer of any type as Python's own, which Spark and pickles need; None stays None."""
+    """Return an integer of any type as a Python ``int``, which Spark and pickles need; None stays None."""
     return None if value is None else int(value)
 
 

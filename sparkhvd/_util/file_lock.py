@@ -1,6 +1,6 @@
-"""Mutual exclusion among the threads and processes of one machine, so that later ones reuse the result of the first.
+"""Mutual exclusion among a user's threads and processes on one machine, so that work is done once and then reused.
 
-It uses file locks, which the kernel releases when their holder ends.
+The kernel releases a file lock when its holder ends.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _REMINDER_SECONDS = 3600.0
 
 @contextmanager
 def exclusive_on_machine(what: str, deadline: Deadline) -> Iterator[None]:
-    """Hold the machine-wide lock for ``what`` inside ``with``.
+    """Hold this user's lock for ``what`` on this machine inside ``with``.
 
     The lock only avoids duplicate work. If no lock is available, or the deadline passes, the block runs without it.
 

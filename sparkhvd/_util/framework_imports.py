@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def gc_paused_for_import() -> Iterator[None]:
-    """Pause garbage collection inside ``with``, and exempt all objects that exist afterwards from it.
+    """Pause garbage collection inside ``with``, and exempt the objects that exist at its end from later collections.
 
     Importing a framework creates hardly any garbage, yet collections during import and exit take a third of the time
     that a rank needs to import torch and exit.

@@ -21,13 +21,13 @@ class Framework:
         libraries: other packages that are part of it.
         versions: the packages whose versions should be equal on the driver and in all tasks, with the other module and
             distribution names of each.
-        describe: the ``module:function`` that takes (object, form) and returns the canonical form of the framework's
-            objects for the identity of a run, and None for other objects, see ``runs.canonical``. Empty if the function
-            of another framework covers them.
-        contents: the ``module:function`` that takes (object) and returns the ``TensorContent`` of the framework's
-            tensors, and None for other objects, see ``runs.canonical``. Empty if ``numpy.asarray(tensor.numpy())`` has
-            the content.
-        seeding: the function that seeds the framework's random numbers; empty for NumPy's.
+        describe: ``module:function``. It takes (object, form), and returns the canonical form of the framework's
+            objects for the identity of a run, or None for other objects; see ``estimators.runs.canonical``. Empty if
+            the function of another framework covers them.
+        contents: ``module:function``. It takes (object), and returns the ``TensorContent`` of the framework's tensors,
+            or None for other objects; see ``estimators.runs.canonical``. Empty if ``numpy.asarray(tensor.numpy())``
+            returns the content.
+        seeding: the function that seeds the framework's random numbers; empty if it only uses NumPy's.
         tensor_errors: packages that report unsuitable tensors with errors of their own types.
     """
 

@@ -11,8 +11,8 @@ def machine_id() -> str:
     parts = [platform.node()]
     for source in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
         try:
-            place = Path(source)
-            parts.append(str(place.readlink()) if place.is_symlink() else place.read_text().strip())
+            path = Path(source)
+            parts.append(str(path.readlink()) if path.is_symlink() else path.read_text().strip())
         except OSError:
             continue
     return "/".join(parts)

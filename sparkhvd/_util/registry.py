@@ -1,4 +1,4 @@
-"""Tables of implementations: those of this package, and those that installed packages add by an entry point."""
+"""Tables of implementations: those of this package, and those that other packages add by entry points."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 class Registry:
     """Implementations by name, as ``module:attribute``, imported on use.
 
-    An installed package adds one by an entry point, for example to the registry of the group ``sparkhvd.launchers``::
+    An installed package adds one with an entry point, for example to the group ``sparkhvd.launchers``::
 
         [project.entry-points."sparkhvd.launchers"]
         slurm = "my_package.slurm:SlurmLauncher"

@@ -1,4 +1,4 @@
-"""Short tracebacks at the public functions: callers act on the message, not on this package's frames."""
+"""Short tracebacks for public functions: callers need the message, not the frames of this package."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _SELF_EXPLAINING = (ConfigError, DataError, ParamError, RankFailedError, SlotsEr
 
 
 def brief_errors(function: Callable[P, R]) -> Callable[P, R]:
-    """Let ``function`` raise errors about its arguments, and KeyboardInterrupt, without the frames below it.
+    """Return ``function`` with short tracebacks: its frames are dropped from argument errors and KeyboardInterrupt.
 
-    A notebook shows ten lines of source per frame, which bury the message. The causes of an error stay, because they
-    are the user's own code. The log at level DEBUG has the whole traceback.
+    A notebook shows ten lines of source per frame, which bury the message. The cause of an error stays, because it is
+    in the user's own code. The log at level DEBUG has the whole traceback.
     """
 
     @functools.wraps(function)
