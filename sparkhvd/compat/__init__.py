@@ -1,1 +1,1 @@
-"""Differences of other systems, each described once: Horovod's names, Databricks, and the versions of Spark."""
+"""Differences between systems, each described once: Horovod's names, Databricks, and the versions of Spark."""

@@ -12,7 +12,6 @@ ELASTIC = (
     "docs/how-to/elastic.md. An interrupted fit resumes from its checkpoints, even with another number of ranks: see "
     "docs/how-to/resume.md."
 )
-_ELASTIC_RUN_ADVICE = "sparkhvd.run_elastic() takes it; see docs/how-to/elastic.md."
 SPARK = (
     "sparkhvd has no module sparkhvd.spark. Import the names of horovod.spark from sparkhvd itself, as in `from "
     "sparkhvd import run, TorchEstimator, KerasEstimator, LightningEstimator, Store, SparkBackend`, Store classes from "
@@ -40,7 +39,17 @@ _RENAMED_RUN_ARGUMENTS = MappingProxyType(
 _TOP_LEVEL_NAMES = frozenset(
     f"{framework}{suffix}" for framework in ("Torch", "Keras", "Lightning") for suffix in ("Estimator", "Model")
 )
-_ELASTIC_RUN_ARGUMENTS = frozenset({"min_np", "max_np", "min_num_proc", "max_num_proc", "slots", "reset_limit"})
+# Arguments of Horovod's elastic jobs, with the arguments of sparkhvd.run_elastic in their place.
+_ELASTIC_RUN_ARGUMENTS = MappingProxyType(
+    {
+        "min_np": "min_num_proc",
+        "max_np": "max_num_proc",
+        "min_num_proc": "min_num_proc",
+        "max_num_proc": "max_num_proc",
+        "slots": "discovery",
+        "reset_limit": "reset_limit",
+    }
+)
 
 
 def missing(module: str, name: str, known: Iterable[str]) -> str:
@@ -67,6 +76,9 @@ def not_installed(feature: str, module: str) -> str:
 def unknown_argument(name: str, known: Iterable[str]) -> str:
     """Return the message for a keyword that ``run`` does not accept."""
     if name in _ELASTIC_RUN_ARGUMENTS:
-        return f"run() takes no {name}. {_ELASTIC_RUN_ADVICE}"
+        return (
+            f"run() takes no argument {name!r}. Pass {_ELASTIC_RUN_ARGUMENTS[name]} to sparkhvd.run_elastic(): see "
+            "docs/how-to/elastic.md."
+        )
     current_name = _RENAMED_RUN_ARGUMENTS.get(name, name)
     return f"run() takes no argument {name!r}. {did_you_mean(current_name, known, show=str)}".rstrip()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
     from pyspark.sql.types import DataType
 
-# From tuples of Arrow arrays, one array per column, to Arrow arrays; runs in Spark's tasks.
+# Takes tuples of Arrow arrays, one array per column, and yields Arrow arrays; runs in Spark's tasks.
 ArrowFunction = Callable[[Iterator[Sequence["pa.Array"]]], Iterator["pa.Array"]]
 
 # For each number type, a value that arrays seldom contain; see _may_hold_null.

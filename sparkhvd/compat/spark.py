@@ -1,4 +1,4 @@
-"""The differences between the versions of Spark from 3.5 to 4.3. No other module branches on a version.
+"""The differences between the versions of Spark from 3.5 to 4.3. No other module branches on Spark's version.
 
 The functions use the version of the installed pyspark; ``check_spark`` checks that the cluster has the same release.
 Spark Connect is supported from 4.0 on.
@@ -203,7 +203,7 @@ def session_settings(spark: SparkSession) -> dict[str, str]:
 
 
 def is_case_sensitive(spark: SparkSession) -> bool:
-    """Return whether upper and lower case count in the names of columns."""
+    """Return whether column names are case-sensitive."""
     return str(spark.conf.get("spark.sql.caseSensitive", "false")).lower() == "true"
 
 
@@ -215,7 +215,7 @@ def rows_of_plan(jvm: Any, jsession: Any, plan: Any) -> Any:
 
 
 def text_of_plan(plan: Any) -> str:
-    """Return the text of a JVM plan with all columns of every operator."""
+    """Return the text of a JVM plan, with all columns of every operator."""
     from py4j.protocol import Py4JError  # type: ignore[import-untyped]  # noqa: PLC0415
 
     arguments = (True, False, 2**31 - 1, False)
@@ -226,7 +226,7 @@ def text_of_plan(plan: Any) -> str:
 
 
 def _without_repetition(function: ArrowFunction, count: int) -> Callable[..., Any]:
-    """Return a function that ignores the repetition of the columns, with the annotations that Spark reads."""
+    """Return the function for columns that are passed twice, with the annotations that Spark reads."""
     import pyarrow as pa  # noqa: PLC0415  (heavy)
 
     def predict(batches: Any) -> Any:

@@ -21,7 +21,8 @@ _ELASTIC_MESSAGE = (
         ("network_interfaces", r"Did you mean nics\?"),
         ("lancher", r"Did you mean launcher\?"),
         ("zzz", r"run\(\) takes no argument 'zzz'\.$"),
-        ("min_np", r"run\(\) takes no min_np\. sparkhvd\.run_elastic\(\) takes it; see docs/how-to/elastic\.md\."),
+        ("min_np", r"^run\(\) takes no argument 'min_np'\. Pass min_num_proc to sparkhvd\.run_elastic\(\): see docs/"),
+        ("max_num_proc", r"Pass max_num_proc to sparkhvd\.run_elastic\(\)"),
     ],
 )
 def test_the_error_for_an_unknown_argument_of_run_suggests_the_right_one(name, words):
