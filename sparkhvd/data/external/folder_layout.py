@@ -13,14 +13,14 @@ def shown_files(paths: Sequence[str]) -> list[str]:
 
     A name that begins with ``_`` or a dot hides a file, or all files in a folder. A partition folder such as ``_day=1``
     is not hidden. If there are partition folders, the rows are in their files; otherwise they are in the files directly
-    in the folder. If there are neither, files at any depth count, although Spark would fail.
+    in the folder. Without partition folders and such files, files at any depth count, although Spark would fail.
 
     Args:
         paths: all files, relative to the folder.
     """
     visible = visible_files(paths)
-    of_values = [path for path in visible if partition_columns([path])]
-    return of_values or [path for path in visible if "/" not in path] or visible
+    in_partitions = [path for path in visible if partition_columns([path])]
+    return in_partitions or [path for path in visible if "/" not in path] or visible
 
 
 def visible_files(paths: Sequence[str]) -> list[str]:
@@ -29,7 +29,7 @@ def visible_files(paths: Sequence[str]) -> list[str]:
 
 
 def partition_columns(paths: Sequence[str]) -> set[str]:
-    """Return the partition columns, whose values are in folder names, as Spark's ``partitionBy`` writes them."""
+    """Return the partition columns: those whose values Spark's ``partitionBy`` writes into folder names."""
     folders = {folder for path in paths for folder in path.split("/")[:-1]}
     return {unquote(folder.partition("=")[0]) for folder in folders if "=" in folder}
 

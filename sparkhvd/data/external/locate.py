@@ -1,4 +1,4 @@
-"""Finds the Store for the paths and URLs of existing files."""
+"""Finds the Store that serves the paths and URLs of existing files."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Access:
     """How to access file systems.
 
     Attributes:
-        near: a Store; files on the same kind of file system are accessed with its options.
+        near: a Store, whose options also open files on the same kind of file system.
         storage_options: options for other file systems.
-        configure: adds settings to a Store that was created here, such as the credentials of Spark's session.
+        configure: adds settings, such as the credentials of Spark's session, to a Store that is created here.
     """
 
     near: Store | None = None
@@ -35,7 +35,7 @@ class Access:
 
 
 def locate(urls: Sequence[str], access: Access) -> tuple[Store, list[str]]:
-    """Return a Store above all of these files and folders, and their paths in it.
+    """Return a Store that contains all of these files and folders, and their paths in it.
 
     Raises:
         ConfigError: one of them is not a string.

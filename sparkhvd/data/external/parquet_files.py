@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 _MANIFEST = "manifest.json"
 _PATTERN = re.compile(r"[*?{\[]")
-# The day from which Spark's Julian and Gregorian calendars agree, by type; for timestamps, in every time zone.
+# The first day on which Spark's Julian and Gregorian calendars agree, by type; for timestamps, in every time zone.
 _FIRST_DAY_IN_BOTH_CALENDARS = {
     "datetime64[D]": "1582-10-15",
     "datetime64[us]": "1900-01-01",
@@ -67,7 +67,7 @@ class ExistingFiles:
     Attributes:
         store: the Store that contains the files.
         manifest: the files and their columns.
-        hold: protects prepared rows from removal; None for files that no driver would remove.
+        hold: protects prepared rows from removal; None for files that no driver removes.
     """
 
     store: Store
@@ -194,7 +194,7 @@ def _open(store: Store, locations: Sequence[str], wanted: ColumnRequest) -> Exis
 
 
 def _open_hold(store: Store, folder: str) -> leases.Hold | None:
-    """Return a hold on the prepared rows in a folder, or None if no driver would remove them."""
+    """Return a hold on the prepared rows in a folder, or None if no driver removes them."""
     dataset = layout.dataset_at(f"{store.url}/{folder}")
     if dataset is None:
         return None
@@ -276,8 +276,8 @@ def _data_files(store: Store, location: str) -> list[str]:
     left_out = sorted({path_by_name[name] for name in visible_files(list(path_by_name))} - set(shown))
     if left_out:
         logger.warning(
-            "Skipped %s in %s/%s, as Spark does, for example %s. Read each folder separately, or name all folders by "
-            "values (day=1).",
+            "Skipped %s in %s/%s, as Spark does, for example %s. Read each folder separately, or name every folder by "
+            "a column and a value, such as day=1.",
             counted(len(left_out), "file"),
             store.url,
             location,
@@ -422,7 +422,7 @@ def _with_shape(value: pa.Array, column: ColumnSpec, url: str) -> ColumnSpec:
 
 
 def _check(store: Store, footer: Footer, first: Footer, schema: DataSchema) -> None:
-    """Refuse a file whose footer shows another type, NULL, or arrays of other lengths."""
+    """Refuse a file whose footer shows a different type, NULL, or arrays of different lengths."""
     url = f"{store.url}/{footer.path}"
     expected, actual = _types(first), _types(footer)
     leaves = _leaves(footer)
@@ -442,11 +442,11 @@ def _check(store: Store, footer: Footer, first: Footer, schema: DataSchema) -> N
 
 def _check_calendar(column: ColumnSpec, leaves: Iterable[LeafFacts], url: str) -> None:
     """Refuse old dates and times in the Julian calendar, which only Spark converts."""
-    first_same = _FIRST_DAY_IN_BOTH_CALENDARS.get(column.dtype)
+    first_common_day = _FIRST_DAY_IN_BOTH_CALENDARS.get(column.dtype)
     for leaf in leaves:
-        if first_same is not None and leaf.low is not None and leaf.low < np.datetime64(first_same):
+        if first_common_day is not None and leaf.low is not None and leaf.low < np.datetime64(first_common_day):
             raise DataError(
-                f"Column {column.name!r} ({column.role}) has values before {first_same} in {url}, "
+                f"Column {column.name!r} ({column.role}) has values before {first_common_day} in {url}, "
                 "which Spark wrote in the Julian calendar (spark.sql.parquet.datetimeRebaseModeInWrite=LEGACY). Write "
                 "the files again with CORRECTED, or fit the DataFrame that Spark reads from them."
             )
@@ -485,7 +485,7 @@ def _leaves(footer: Footer) -> dict[str, list[LeafFacts]]:
 
 def _check_leaf(column: ColumnSpec, leaf: LeafFacts, row_groups: Iterable[int], url: str) -> None:
     if column.fill is not None:
-        return  # an array that is NULL counts as one value, so the counts do not show the lengths
+        return  # a NULL array counts as one value, so the counts do not show the lengths
     if leaf.nulls:
         raise DataError(
             f"Column {column.name!r} ({column.role}) has {counted(leaf.nulls, 'NULL value')} in {url}. Set fill for "

@@ -1,7 +1,7 @@
 """Presents a folder of a Store to petastorm's reader as a legacy pyarrow file system (before version 15).
 
-petastorm works with legacy file systems only and fails with those of fsspec, so it cannot read S3 itself. Here files
-are opened through the Store, with its credentials, retries and messages, whatever its scheme.
+petastorm works with legacy file systems only and fails with those of fsspec, so it cannot read S3 itself. This file
+system opens files through a Store of any scheme, with its credentials, retries and messages.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TOP = "/store"
 
 
 def filesystem(store: Store, folder: str) -> Any:
-    """Return the file system to hand to petastorm together with ``URL``.
+    """Return the file system to pass to petastorm together with ``URL``.
 
     Args:
         store: the Store that contains the files.

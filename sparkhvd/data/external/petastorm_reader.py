@@ -1,4 +1,4 @@
-"""Batches by petastorm's own reader, for users who depend on it; the native reader reads the same datasets.
+"""Batches from petastorm's own reader, for users who depend on it; the native reader reads the same datasets.
 
 petastorm assigns row group ``i`` to rank ``i % size``, so ranks have different numbers of rows. Here all ranks make as
 many steps as the rank with the most rows, and ranks that have run out of rows get empty batches. petastorm's reader
@@ -104,14 +104,14 @@ class PetastormSource:
         shuffled = self._shuffled(self._read() if wanted else iter(()), number)
         read = 0
         for step in range(self.steps()):
-            here = self._rows_in(step, self._rank)
-            rows = list(islice(shuffled, here))
+            own_rows = self._rows_in(step, self._rank)
+            rows = list(islice(shuffled, own_rows))
             read += len(rows)
-            if len(rows) < here:
+            if len(rows) < own_rows:
                 raise self._wrong_count(read, wanted)
             if step >= first_step:
-                together = sum(self._rows_in(step, rank) for rank in range(self._size))
-                yield Batch(self._stacked(rows), here, together)
+                global_rows = sum(self._rows_in(step, rank) for rank in range(self._size))
+                yield Batch(self._stacked(rows), own_rows, global_rows)
         if next(shuffled, None) is not None:
             raise self._wrong_count(read + 1, wanted)
 
@@ -135,7 +135,7 @@ class PetastormSource:
                 yield window[index]
 
     def _read(self) -> Iterator[tuple[Any, ...]]:
-        """Yield the rows of this rank, each with the columns of the schema in their order."""
+        """Yield the rows of this rank, with their values in the order of the schema."""
         names = self._schema.names()
         options = {
             "schema_fields": [f"^{name}$" for name in names],

@@ -35,7 +35,7 @@ _CODECS: Mapping[str, Codec] = MappingProxyType(
 )
 # The names of petastorm's package before it was published.
 _OLD_PACKAGE = re.compile(r"av\.(experimental\.deepdrive|ml)\.dataset_toolkit\.")
-_NOW: Mapping[str, str] = MappingProxyType({"string_": "bytes_", "unicode_": "str_"})  # names until numpy 2
+_CURRENT_NAMES: Mapping[str, str] = MappingProxyType({"string_": "bytes_", "unicode_": "str_"})  # names until numpy 2
 _NUMPY_NAMES = NUMBERS - {"bool"} | {"bool_", "str_", "bytes_", "string_", "unicode_", "datetime64", "dtype"}
 
 
@@ -137,7 +137,7 @@ def _reconstruct(kind: type[Any], base: type[Any], state: Any) -> object:
 
 
 def _restore(name: str, fields: object, values: Any) -> object:  # noqa: ARG001  (as pyspark calls it)
-    """Create a named tuple as pyspark before 3.3 did for all named tuples of a process that had imported it."""
+    """Create a named tuple from the form in which pyspark before 3.3 pickled all named tuples of a process."""
     if name != "UnischemaField":
         raise _ForbiddenError(f"a named tuple {name!r}")
     return _InertField(*values)
@@ -146,7 +146,7 @@ def _restore(name: str, fields: object, values: Any) -> object:  # noqa: ARG001 
 class _Unpickler(pickle.Unpickler):
     def __init__(self, content: bytes) -> None:
         super().__init__(io.BytesIO(content))
-        # Classes for this pickle only, so that changes by the pickle do not outlive it.
+        # These classes serve this pickle only, so that its changes to them do not outlive it.
         plain = type("Plain", (_Inert,), {})
         self._known: dict[tuple[str, str], Any] = {
             ("petastorm.unischema", "Unischema"): type("Unischema", (_Inert,), {}),
@@ -157,7 +157,7 @@ class _Unpickler(pickle.Unpickler):
             ("pyspark.serializers", "_restore"): _restore,
             ("decimal", "Decimal"): plain,
             **{("petastorm.codecs", name): type(name, (_Inert,), {}) for name in ("ScalarCodec", *_CODECS)},
-            **{("numpy", name): getattr(np, _NOW.get(name, name)) for name in _NUMPY_NAMES},
+            **{("numpy", name): getattr(np, _CURRENT_NAMES.get(name, name)) for name in _NUMPY_NAMES},
         }
         for builtins in ("builtins", "__builtin__"):
             for kind in (object, tuple, str, bytes):

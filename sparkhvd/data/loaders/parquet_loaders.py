@@ -1,7 +1,7 @@
 """The loaders for users of ``sparkhvd.run``: a torch dataset and a ``tf.data.Dataset`` over Parquet.
 
 Both yield prefetched batches of one rank's rows, by default of the rank that ``hvd.init()`` assigned to this process.
-All ranks get the same number of batches, and every row appears once per epoch.
+All ranks get the same number of batches. Without ``steps_per_epoch``, every row appears once per epoch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from sparkhvd.data.loaders.torch_data import TorchBatches
 
 
-# Enough to end a hold. A finalizer must not wait long: it may have interrupted a thread that the release needs.
+# Enough to end a hold. A finalizer must not wait long, because it may interrupt a thread that the release needs.
 _FINALIZER_SECONDS = 10.0
 
 
@@ -113,11 +113,12 @@ def torch_loader(data: str | Manifest, batch_size: int, **options: Any) -> Torch
             - ``store``: the Store that contains ``data``, or its URL; for a manifest or a path in that Store.
             - ``storage_options``: options for the Store of a URL.
             - ``rank`` and ``size``: the rank whose rows to read; those of ``hvd.init()`` by default, else 0 of 1.
-            - ``shuffle`` (True) and ``seed`` (0): whether each epoch has its own order.
+            - ``shuffle`` (True) and ``seed`` (0): whether each epoch has its own order, and the seed of the orders.
             - ``steps_per_epoch``: None means one pass over the rows.
             - ``fill``: by column, the value to read in place of NULL; without it NULL is an error.
             - ``transformation_fn``: converts a dict of numpy arrays to another one with as many rows.
-            - ``cache``: ``"memory"`` or ``"disk"`` caches this rank's rows after the first epoch.
+            - ``cache``: ``"memory"`` or ``"disk"`` caches the rows when this rank first reads them. The rank then has
+              the same rows in every epoch, unless all rows fit into one window.
             - ``prefetch_bytes`` and ``threads``: see ``sparkhvd.data.read.readers.ReadOptions``.
 
     Raises:
@@ -139,7 +140,7 @@ def tf_dataset(data: str | Manifest, batch_size: int, *, epochs: int = 1, **opti
     """Return the batches of this rank's rows as a ``tf.data.Dataset`` of dicts of tensors by column.
 
     It yields the rows ``epochs`` times, with ``shuffle`` in another order each time. It is batched and prefetched
-    already, and does not tune itself; do not ``shard`` it. A rank without rows in the last step of an epoch gets a
+    already, and its autotuning is off; do not ``shard`` it. A rank without rows in the last step of an epoch gets a
     batch with no rows.
 
     Args:

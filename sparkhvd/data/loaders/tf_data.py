@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def dataset(source: RowSource, epochs: int) -> tf.data.Dataset:
-    """Return all batches of some epochs of a source."""
+    """Return the batches of the first ``epochs`` epochs of a source."""
     sparse = columns.sparse_widths(source.schema)
 
     def batches() -> Iterator[dict[str, Any]]:
@@ -33,11 +33,10 @@ def dataset(source: RowSource, epochs: int) -> tf.data.Dataset:
 
 
 def without_tuning(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Return a pipeline that does not tune itself while it runs; neither do pipelines made from it.
+    """Return the pipeline without autotuning, which stays off in pipelines that are derived from it.
 
-    On a busy machine, the end of an iterator of a self-tuning pipeline sometimes takes up to a minute, during which it
-    holds the GIL: TensorFlow wakes the tuning thread before it marks the iterator as cancelled, so the thread may see
-    no reason to end and sleep again.
+    With autotuning on a busy machine, closing an iterator sometimes holds the GIL for up to a minute: TensorFlow wakes
+    the tuning thread before it marks the iterator as cancelled, so the thread may see no reason to end and sleep again.
     """
     options = tf.data.Options()
     options.autotune.enabled = False

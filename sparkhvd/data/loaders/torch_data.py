@@ -75,8 +75,8 @@ def _no_workers() -> ConfigError:
 
 def sparse_tensor(array: npt.NDArray[np.generic], width: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     """Return a sparse column's rows (see ``sparkhvd.data.schema.columns``) as a tensor of shape ``(rows, width)``."""
-    at_rows, positions, values = coordinates(array)
-    indices = torch.from_numpy(np.stack([at_rows, positions]))
+    rows, positions, values = coordinates(array)
+    indices = torch.from_numpy(np.stack([rows, positions]))
     # The indices of a row ascend, so the tensor is coalesced already.
     return torch.sparse_coo_tensor(
         indices, torch.from_numpy(values).to(dtype), (len(array), width), is_coalesced=True, check_invariants=False
@@ -90,8 +90,8 @@ def _tensors(batch: Batch, sparse: dict[str, int]) -> Tensors:
             for name, array in batch.columns.items()
         }
     except TypeError as error:
-        held = {name: array.dtype for name, array in batch.columns.items() if array.dtype.kind not in "biuf"}
-        name, kind = next(iter(held.items()))
+        unsupported = {name: array.dtype for name, array in batch.columns.items() if array.dtype.kind not in "biuf"}
+        name, kind = next(iter(unsupported.items()))
         raise SchemaError(
             f"Column {name!r} ({kind}) cannot become a tensor; leave it out (columns=) or convert it to a number "
             "(transformation_fn=)."

@@ -25,7 +25,7 @@ def transformed(
         any_columns: whether the function may omit columns, and return additional ones, which become features.
 
     Raises:
-        DataError: the function fails, or what it returns cannot be trained on; the message names the column.
+        DataError: the function fails, or its result cannot be trained on; the message names the column.
     """
     before = ", ".join(f"{name}: {array.dtype}{list(array.shape)}" for name, array in rows.items())
     try:
@@ -38,7 +38,7 @@ def transformed(
     columns = schema.columns
     if any_columns:
         if not arrays:
-            raise DataError("transformation_fn returned no columns; return those that the training needs.")
+            raise DataError("transformation_fn returned no columns; return the columns that the training needs.")
         added = [ColumnSpec(name, "", None, "feature", "array") for name in arrays if name not in schema.names()]
         kept = [column for column in columns if column.name in arrays]
         columns = (*(c for c in kept if c.role == "feature"), *added, *(c for c in kept if c.role != "feature"))

@@ -1,4 +1,4 @@
-"""Base classes for users' own loaders: ``data_module=`` of an estimator.
+"""Base classes for users' own loaders, for the estimators' parameter ``data_module``.
 
 A data module is created on every rank and returns loaders of that rank's batches: dicts of numpy arrays by column, with
 the rows as the first dimension. Ranks may have different numbers of rows and of batches.
@@ -39,7 +39,7 @@ class DataContext:
     """The arguments of a data module.
 
     Attributes:
-        store: where the prepared rows lie.
+        store: the Store that contains the prepared rows.
         train_files: paths in the Store of the Parquet files with the training rows, the same on every rank.
         val_files: the same for the validation rows; empty without validation.
         schema: the columns to deliver.
@@ -91,7 +91,7 @@ class AsyncDataLoaderMixin:
 
     Args:
         *args: arguments of the loader.
-        async_loader_queue_size: batches that may wait; 0 loads them on demand.
+        async_loader_queue_size: the most batches to prefetch; 0 loads each batch on demand.
         **kwargs: arguments of the loader.
 
     Examples:
@@ -209,7 +209,7 @@ class LoaderSource:
         if next(batches, None) is not None:
             raise DataError(
                 f"The data module's {self._split} loader yielded more than {counted(self._steps, 'batch', 'batches')} "
-                f"in an epoch, although its len() is {len(self._loader)} and the longest of all ranks has "
+                f"in an epoch, although its len() is {len(self._loader)} and the largest len() of all ranks is "
                 f"{self._steps}. The rest would be ignored: return the number of batches from __len__, or end _iterate "
                 "after that many."
             )

@@ -1,4 +1,4 @@
-"""Writes a DataFrame's rows as Parquet through a Store, for file systems without a Spark connector.
+"""Writes a DataFrame's rows as Parquet through a Store, where Spark lacks a connector or would change dates and times.
 
 Every task writes the rows of its partition, in their order, to one file per split. Only the files that successful
 attempts report count; those of failed or speculative attempts are removed at the end.
@@ -28,13 +28,13 @@ class ArrowWrite:
     """The options that a task needs to write its rows.
 
     Attributes:
-        store: where the files go.
-        folder: the folder in it.
+        store: the Store that receives the files.
+        folder: the folder of the files in it.
         write_id: a unique id of the write.
-        names: the names of the columns, in order. Spark sees other names, because ``mapInArrow`` takes a dot in a name
-            for the separator of a field.
+        names: the names of the columns, in order. Spark sees other names, because ``mapInArrow`` would read a dot in a
+            name as the separator before a field.
         row_group_bytes: bytes of a row group in memory.
-        split: the column whose values select a folder ``<column>=<value>``; it is not written. None means one folder.
+        split: the column whose value selects the folder ``<column>=<value>``; it is not written. None means one folder.
     """
 
     store: Store
@@ -52,16 +52,17 @@ def write(
 
     Args:
         rows: evaluated once; the order within partitions is kept.
-        store: where the files go.
+        store: the Store that receives the files.
         folder: a folder of the Store without other writers.
         row_group_bytes: bytes of a row group in memory.
         split: a string column; rows go to the folder ``<split>=<value>``, without that column. None means one folder.
 
     Returns:
-        The rows of every file, by its path.
+        The number of rows of every file, by its path.
 
     Raises:
-        StoreError: from a task that could not write, as the Spark error's cause.
+        Exception: Spark's error if a task failed; its message contains the task's ``StoreError``.
+        StoreError: files of other attempts could not be listed or removed.
     """
     job = ArrowWrite(store, folder, uuid.uuid4().hex, tuple(rows.columns), row_group_bytes, split)
     numbered = rows.toDF(*(f"c{index}" for index in range(len(job.names))))

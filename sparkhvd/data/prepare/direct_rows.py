@@ -2,9 +2,9 @@
 
 The driver partitions the rows, one partition per rank. Each Spark task writes its partition to a local file
 (``spool``), and its rank trains on that file. A shuffle delivers rows in any order, so every partition is sorted by a
-seeded hash of its rows: the same rows in the same partitions, seed and number of ranks result in the same order. Spark
-orders the rows of each input partition by a hash of their content and assigns them to the ranks round-robin, so each
-rank has a fair sample whatever the DataFrame's order.
+seeded hash of its rows: the same rows in the same partitions, with the same seed and number of ranks, result in the
+same order. Spark orders the rows of each input partition by a hash of their content and assigns them to the ranks
+round-robin, so each rank has a fair sample whatever the DataFrame's order.
 """
 
 from __future__ import annotations
@@ -122,8 +122,8 @@ class TaskRows:
         """Return the rows of one split as this rank sees them.
 
         Args:
-            split: which rows.
-            schema: from ``checked``.
+            split: the split to read.
+            schema: the result of ``checked``.
             facts: the facts of all ranks.
             world: this rank and the number of ranks.
             batch_size: rows of one rank in a full step.
@@ -162,7 +162,7 @@ def checked(facts: Sequence[FileFacts], selection: Selection, num_proc: int) -> 
 
 
 def _aliases(schema: DataSchema) -> dict[str, str]:
-    """Return substitutes for column names with a dot or a backtick, which ``mapInArrow`` would take for syntax."""
+    """Return substitutes for column names with a dot or a backtick, which ``mapInArrow`` would read as syntax."""
     names = enumerate(schema.names())
     return {name: f"{RESERVED_PREFIX}renamed_{index}" for index, name in names if {".", "`"} & set(name)}
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from sparkhvd.data.schema.columns import open_parquet
 from sparkhvd.errors import DataError
 from sparkhvd.store.protocol import Store
 
@@ -32,7 +33,7 @@ class LeafFacts:
     """One Parquet column (a leaf of the schema) of one file.
 
     Attributes:
-        path: names from the top, with dots between.
+        path: the names from the top, joined by dots.
         values: the number of values in each row group, NULLs included; for a scalar column, the number of rows.
         nulls: the NULLs in the whole file, including empty and NULL arrays; None if the file has no such statistics.
         low: the smallest number, date or timestamp (of numpy); None for other types, or without such statistics.
@@ -56,8 +57,8 @@ class Footer:
         size: the bytes of the file.
         columns: the leaves of the schema.
         schema: the columns and their types.
-        is_julian: whether Spark wrote old dates and timestamps in the Julian calendar, as
-            ``spark.sql.parquet.datetimeRebaseModeInWrite=LEGACY`` asks for.
+        is_julian: whether Spark wrote old dates and timestamps in the Julian calendar, because of
+            ``spark.sql.parquet.datetimeRebaseModeInWrite=LEGACY``.
     """
 
     path: str
@@ -72,7 +73,7 @@ def read_footers(store: Store, paths: Sequence[str]) -> list[Footer]:
     """Read the footers of these files of a Store, in their order.
 
     Raises:
-        DataError: a file is not Parquet, was cut off, or cannot be read; the message has its URL.
+        DataError: a file is not Parquet, was cut off, or cannot be read; the message names its URL.
     """
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="sparkhvd-footers") as pool:
         return list(pool.map(lambda path: _read(store, path), paths))
@@ -80,7 +81,6 @@ def read_footers(store: Store, paths: Sequence[str]) -> list[Footer]:
 
 def _read(store: Store, path: str) -> Footer:
     import pyarrow as pa  # noqa: PLC0415  (heavy)
-    from pyarrow import parquet  # noqa: PLC0415
 
     try:
         filesystem, arrow_path = store.arrow(path)
@@ -88,7 +88,7 @@ def _read(store: Store, path: str) -> Footer:
             size = file.size()
             if not size:  # a killed writer leaves an empty file, which Spark ignores, too
                 return Footer(path, (), 0, (), pa.schema([]))
-            opened = parquet.ParquetFile(file, coerce_int96_timestamp_unit="us")
+            opened = open_parquet(file)
             return _footer(path, size, opened.metadata, opened.schema_arrow)
     except (OSError, pa.ArrowException) as error:
         raise DataError(

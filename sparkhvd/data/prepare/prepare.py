@@ -1,8 +1,8 @@
 """Prepares a dataset from a DataFrame in one evaluation of its lineage.
 
 Spark writes the Parquet files of both splits at once, without a shuffle. The footers of these files contain everything
-else that is needed: row counts, NULL counts and the lengths of arrays. For the lengths, every array or vector column
-has further columns with its sizes. The footers record the minimum and maximum of each, and readers never read them.
+else that is needed: row counts, NULL counts and the lengths of arrays. To record the lengths, every array or vector
+column gets additional columns with its sizes. The footers contain their minimum and maximum, and the readers skip them.
 
 Two splits in one write require dynamic partitioning. For that, Spark sorts the rows of each task by split, unless
 spark.sql.maxConcurrentOutputFileWriters lets a task keep one file open per split. That setting belongs to a session,
@@ -70,7 +70,7 @@ class WriteOptions:
 
     Attributes:
         num_proc: the number of ranks that will train.
-        seed: decides which rows a validation fraction holds out.
+        seed: determines which rows a validation fraction holds out.
         partitions_per_process: the minimum number of row groups per rank, if there are enough rows.
         row_group_bytes: bytes of a row group in memory; None chooses by ``partitions_per_process``.
         compress: whether dense vectors are written in the sparse form.
@@ -115,7 +115,7 @@ def prepare(
     Args:
         df: the rows; their order is kept.
         selection: the result of ``select(df.schema, ...)``.
-        store: where the dataset goes.
+        store: the Store that receives the dataset.
         writing: the options for writing. Which rows a validation fraction holds out depends on a hash of the seed and
             the feature and label values (see ``sparkhvd.data.prepare.validation_split``), so equal rows are in the same
             split.
@@ -132,7 +132,9 @@ def prepare(
             training rows than ranks, or no validation rows although a validation split was requested; or the validation
             column has values other than 0 and 1.
         SchemaError: an array or vector column has rows of different lengths, or of length 0.
-        StoreError: the Store could not be written or read, or rows that Spark wrote are missing from it.
+        Exception: Spark's error if its job failed.
+        StoreError: the Store could not be read, the manifest could not be written, or rows that Spark wrote are missing
+            from the Store.
     """
     refuse_streaming(df)
     dataset_id = dataset_id or layout.new_dataset_id()
@@ -191,9 +193,9 @@ def rows_to_write(df: DataFrame, selection: Selection, seed: int, *, compress: b
     elif isinstance(selection.validation, str):
         rows = df.select(*chosen, validation_split.by_column(df, selection.validation).alias(SPLIT))
     else:
-        side = validation_split.by_fraction(columns, selection.validation, seed)
+        split = validation_split.by_fraction(columns, selection.validation, seed)
         read = dict.fromkeys(column.path[0] for column in columns)
-        rows = df.select(*map(quoted, read), side.alias(SPLIT)).select(*chosen, SPLIT)
+        rows = df.select(*map(quoted, read), split.alias(SPLIT)).select(*chosen, SPLIT)
     sizes = [_measured(measure, functions).alias(measure.name) for measure in size_columns(columns)]
     rest = rows.columns[len(columns) :]
     return rows.select(*(quoted(column.name) for column in columns), *sizes, *map(quoted, rest))
@@ -235,7 +237,7 @@ def _estimated_bytes(rows: DataFrame) -> int:
 
 @dataclass(frozen=True)
 class _Written:
-    """The number of rows of a write, and the files of its successful tasks that are in the Store."""
+    """The number of rows of a write, and those files of its successful tasks that the Store contains."""
 
     rows: int
     paths: Sequence[str]
@@ -322,8 +324,8 @@ def _facts(store: Store, folder: str, footer: Footer, schema: DataSchema) -> Fil
     leaves += [1] * len(size_columns(schema.columns))
     if name is None or len(footer.columns) != sum(leaves):
         raise DataError(
-            f"{store.url}/{footer.path} is not a file that Spark wrote for this dataset: its name or its number of "
-            f"columns ({len(footer.columns)}) is wrong."
+            f"{store.url}/{footer.path} was not written for this dataset: its name or its number of columns "
+            f"({len(footer.columns)}) is wrong. Prepare the data again."
         )
     if any(column.nulls is None for column in footer.columns):
         raise DataError(

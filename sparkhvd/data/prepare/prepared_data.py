@@ -2,8 +2,9 @@
 
 The rows are removed when the last user releases them, with two exceptions. Rows with a fingerprint
 (``data.reuse.fingerprint``) stay for ``keep_seconds`` after their last use, and a preparation of the same rows reuses
-them, in this session or a later one, on this driver or another. Rows with a name stay just as long, whatever their
-source, and later jobs find them by their name. Every preparation removes rows whose retention time is over.
+them, in this session or a later one, on this driver or another. Rows with a name also stay for ``keep_seconds``,
+whatever their source, and later jobs find them by their name. Every preparation removes rows whose retention time is
+over.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 KEEP_SECONDS = 24 * 3600.0
-# How long to wait for a process that prepares the same rows. If a preparation takes longer, the processes that wait for
-# it all start their own at once.
+# How long to wait for a process that prepares the same rows. If it takes longer, all waiting processes start their own
+# preparation at once.
 _TURN_SECONDS = 24 * 3600.0
 
 
 class PreparedData(Closable):
-    """A dataset in a Store that stays there until ``close`` or the end of ``with``; ``keep_seconds`` can extend it.
+    """A dataset in a Store. It stays there until ``close`` or the end of ``with``, and ``keep_seconds`` longer if set.
 
     Attributes:
         store: the Store of the dataset.
@@ -67,7 +68,7 @@ class PreparedData(Closable):
 
     @property
     def schema(self) -> DataSchema:
-        """Return the columns, all shapes known."""
+        """Return the columns, with all shapes known."""
         return self.manifest.schema
 
     @property
@@ -121,20 +122,20 @@ def prepare_data(  # noqa: PLR0917  (Horovod's order)
 
     Args:
         num_processes: the number of ranks that will train; there must be at least as many training rows.
-        store: where the rows go: a Store or its URL.
+        store: the Store that receives the rows, or its URL.
         df: the rows.
         label_columns: columns to predict.
         feature_columns: columns to learn from; None means all others.
         validation: rows to hold out: a fraction in [0, 1), decided by a hash of each row's feature and label values and
             ``seed``, or the name of a column that is true or 1 for them.
         sample_weight_col: a column with one number per row, its weight.
-        compress_sparse: store dense vectors, too, as their entries that are not 0; sparse vectors always are.
+        compress_sparse: whether to store dense vectors, like sparse ones, by their entries that are not 0.
         partitions_per_process: row groups per rank, each of at least 1 MiB. More row groups shuffle better; fewer are
             read faster.
         verbose: above 0, log the number of rows.
         seed: the seed of a split by fraction.
         sparse_cols: vector columns that the readers deliver as their entries instead of as dense arrays.
-        fill: by column, the value that the readers put in place of NULL; without it NULL is refused.
+        fill: by column, the value that the readers put in place of NULL; without it, NULL is an error.
         row_group_bytes: the size of a row group; None chooses it by ``partitions_per_process``.
         keep_seconds: how long the rows stay after their last use if they have a name or can be recognized; 0 keeps
             and reuses nothing.
@@ -143,10 +144,12 @@ def prepare_data(  # noqa: PLR0917  (Horovod's order)
             ``prepare_data`` then evaluates nothing. Other rows need another name.
 
     Raises:
-        SchemaError: a column is missing or cannot be used; raised before any Spark job.
+        SchemaError: a column is missing or cannot be used, which is raised before any Spark job; or its arrays have
+            different lengths.
         ConfigError: a number is too small, or ``name`` is not a string.
         DataError: the rows cannot be trained on (see ``prepare``), or the name belongs to other rows.
-        StoreError: the Store could not be written or read, or is not shared; raised before the rows are evaluated.
+        StoreError: the Store is not shared, which is raised before the rows are evaluated; or it could not be read or
+            written.
 
     Examples:
         >>> with prepare_data(2, store, df, ["label"], ["features"], validation=0.1):  # doctest: +SKIP
@@ -197,7 +200,8 @@ def acquire(
 ) -> PreparedData:
     """Return the prepared rows of a DataFrame, from an earlier preparation if possible.
 
-    ``before_writing`` is called before rows are written; ``report``, a logger's method, if they cannot be kept.
+    ``before_writing`` is called before rows are written. ``report``, a logger's method, receives the reason if the rows
+    cannot be kept.
 
     Raises:
         ConfigError: ``keep_seconds`` is negative, or 0 for rows with a name.
@@ -314,7 +318,7 @@ def _refuse_other_rows(
 
 
 def hold(store: Store, dataset_id: str) -> PreparedData:
-    """Open a prepared dataset for one more use; it cannot be removed before ``close``.
+    """Open a prepared dataset for one use; it cannot be removed before ``close``.
 
     Raises:
         StoreError: there is no such dataset, or it cannot be held.
@@ -368,7 +372,7 @@ def with_columns(
 def clean(store: Store | str) -> list[str]:
     """Remove all prepared rows that are not in use, including those that are kept for reuse.
 
-    Files that a task of a failed preparation wrote after the removal of the other files are removed, too.
+    It also removes files that a task of a failed preparation wrote after its other files had been removed.
 
     Returns:
         The ids of the datasets that were removed.

@@ -1,4 +1,4 @@
-"""Statistics of prepared rows, and the checks whether the rows can be trained on.
+"""Statistics of prepared rows, and the checks that the rows can be trained on.
 
 The statistics come from Parquet footers, or from the Arrow batches of rows that were not written to a Store.
 """
@@ -49,7 +49,7 @@ class FileFacts:
         path: the file.
         split: the split of the rows; "null" and "other" are values that a validation column must not have.
         position: the sort key of the file in the order of the rows.
-        row_groups: rows of each row group.
+        row_groups: the number of rows in each row group.
         columns: the columns of the schema, then the columns of ``size_columns``.
     """
 
@@ -67,7 +67,7 @@ def rows_of(files: Sequence[FileFacts], split: SplitValue) -> int:
 
 @dataclass(frozen=True)
 class Measure:
-    """A column of integers beside another column, whose shape follows from the smallest and largest value.
+    """An integer column with the sizes of another column; its smallest and largest value determine that column's shape.
 
     Attributes:
         name: the name of the measure's column in the data.
@@ -102,7 +102,7 @@ def size_columns(columns: Sequence[ColumnSpec]) -> list[Measure]:
 
 
 def is_ranged(column: ColumnSpec) -> bool:
-    """Return whether a column is a label whose range matters, since a class number may be too large."""
+    """Return whether a column is a label whose range matters: a class number may be too large for the model."""
     return column.role == "label" and column.kind == "scalar" and column.dtype.startswith(("int", "uint", "float"))
 
 
@@ -119,7 +119,7 @@ def label_ranges(schema: DataSchema, files: Sequence[FileFacts]) -> LabelRanges:
 def with_extreme_labels(rows: Arrays, ranges: LabelRanges) -> Arrays:
     """Return the rows with the smallest and the largest label of the dataset in place of the first and the last.
 
-    A loss that does not accept one of them, such as a class number without an output, then fails before the training.
+    A loss that rejects one of them, such as a class number without an output, then fails before the training.
     """
     changed = {}
     for name, low, high in ranges:
@@ -160,7 +160,7 @@ def check_rows(files: Sequence[FileFacts], selection: Selection, num_proc: int) 
         raise DataError(f"No row is left to train on: {rule} holds out every row ({held_out}).")
     if by is not None and not held_out:
         raise DataError(
-            f"No row is held out: {rule} selects none of {counted(train, 'row')}. Take a larger fraction, a column "
+            f"No row is held out: {rule} selects none of {counted(train, 'row')}. Choose a larger fraction, a column "
             "that is 1 for some rows, another seed, or validation=None. (A fraction hashes the content, so equal rows "
             "stay together.)"
         )

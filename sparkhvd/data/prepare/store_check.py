@@ -23,13 +23,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_ROWS = 4096  # for any number of tasks
-_MAX_TASKS = 256  # if Spark chooses the number
+# If Spark chooses the number of tasks: enough rows for all of them, and the most tasks.
+_ROWS = 4096
+_MAX_TASKS = 256
 _SCHEMA = "host string, name string, trouble string"
 
 
 def needs_check(spark: SparkSession, store: Store) -> bool:
-    """Return whether a Store might not be shared; a folder on a ``local`` master always is."""
+    """Return whether a Store may not be shared; with a ``local`` master, a folder always is."""
     master = "connect" if is_connect(spark) else str(spark.sparkContext.master)
     return not (store.url.startswith("file:") and is_local(master))
 
@@ -40,13 +41,14 @@ def check_store(
     """Check that the executors read what the driver writes to a Store, and vice versa.
 
     One Spark job runs as many short tasks as there are slots, so that Spark spreads them over all idle executors. Each
-    task reads one file and writes one. A folder on a ``local`` master is not checked, because all processes are on one
-    machine.
+    task reads one file and writes one. With a ``local`` master, a folder is not checked, because all processes are on
+    one machine.
 
     Args:
         spark: the session whose executors are checked.
         store: the Store.
-        slots: counts the slots; None uses as many tasks as Spark chooses for a query, one per core by default.
+        slots: counts the slots; None uses as many tasks as Spark chooses for a query (by default one per core), at most
+            256.
         seconds: how long to wait for the answers; None means the start_timeout of the environment.
 
     Raises:

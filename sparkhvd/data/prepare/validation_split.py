@@ -1,9 +1,9 @@
 """Spark expressions that decide which rows are held out for validation.
 
-A fraction is decided by a hash of the values of a row's features and labels, whatever their encoding: a dense or sparse
-vector of up to ``WIDE`` elements has the hash of the array with the same values, and a number has the hash of the equal
-``double``. The columns are hashed in the order of their names, and weights are ignored. So equal rows are always in the
-same split, in every preparation, however their columns are stored or ordered.
+For a fraction, a hash of the values of a row's features and labels decides, whatever their encoding: a dense or sparse
+vector of up to ``WIDE`` elements has the hash of the array with the same values, and a number has the hash of the
+nearest ``double``. The columns are hashed in the order of their names, and weights are ignored. So equal rows are
+always in the same split, in every preparation, however their columns are stored or ordered.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def by_column(df: DataFrame, name: str) -> Column:
 
 
 def _canonical(column: ColumnSpec) -> list[Column]:
-    """Return the values to hash of a column. Spark's hash skips NULL and treats -0.0 as 0.0 and all NaN as equal."""
+    """Return a column's values to hash. Spark's hash skips NULL, and treats -0.0 as 0.0 and all NaN as equal."""
     value = value_of(column)
     if column.kind == "vector":
         return _vector_columns(value)

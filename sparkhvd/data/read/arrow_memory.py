@@ -1,6 +1,6 @@
-"""Arrays in the memory pool of Arrow, which reuses freed memory; new pages from the system cost more time.
+"""Arrays in the memory pool of Arrow. The pool reuses freed memory, which is faster than new pages from the system.
 
-A view of such an array (of numpy, or a tensor without a copy) keeps the array alive, so memory returns to the pool only
+A view of such an array (in numpy, or a tensor without a copy) keeps the array alive, so memory returns to the pool only
 when nothing refers to it. Decoded columns use the same pool.
 """
 

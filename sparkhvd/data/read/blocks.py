@@ -24,7 +24,7 @@ class Blocks(Protocol):
 
     @property
     def where(self) -> str:
-        """Return the name of the blocks in errors."""
+        """Return the name of the blocks for error messages."""
 
     @property
     def fresh(self) -> bool:
@@ -48,8 +48,8 @@ class ParquetBlocks:
         split: the files.
         columns: the columns to read.
         chunk_rows: rows to decode at once.
-        digests: the digests of file footers by URL. They are filled in when a file is read, to detect later that it was
-            replaced.
+        digests: the digests of file footers by URL. The first read of a file adds its digest; later reads compare it,
+            to detect that the file was replaced.
     """
 
     fresh = True
@@ -126,8 +126,8 @@ class ArrowBlocks:
 
     Args:
         path: the file.
-        where: the name of the file in errors.
-        names: the real names of columns that have other names in the file, by their names in the file.
+        where: the name of the file for error messages.
+        names: the real names of columns that are renamed in the file, by their names in the file.
     """
 
     fresh = False
@@ -162,7 +162,7 @@ class ArrowBlocks:
 
 
 def _digest(metadata: pa.FileMetaData) -> bytes:
-    """Return a digest of a footer, which has the offset, size, smallest and largest value of every column chunk."""
+    """Return a digest of a footer, which contains the offset, size, minimum and maximum of every column chunk."""
     content = io.BytesIO()
     metadata.write_metadata_file(content)
     return hashlib.sha256(content.getbuffer()).digest()
@@ -170,8 +170,8 @@ def _digest(metadata: pa.FileMetaData) -> bytes:
 
 def _replaced(url: str, what: str) -> DataError:
     return DataError(
-        f"{url} {what} when the training began: it was replaced meanwhile. Fit again, and leave the files unchanged "
-        "until the fit ends."
+        f"{url} {what} when the training began: it was replaced meanwhile. Train again, and leave the files unchanged "
+        "until the training ends."
     )
 
 

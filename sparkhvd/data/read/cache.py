@@ -1,4 +1,4 @@
-"""Caches of rows that a rank has read: in memory, or in memory-mapped files on the executor's disk."""
+"""Caches for the rows that a rank has read: in memory, or in memory-mapped files on the executor's disk."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Keep = Callable[[Iterator["pa.RecordBatch"]], Sequence["pa.RecordBatch"]]
 
 
 class CachedBlocks:
-    """Blocks that read each piece once and cache it.
+    """Blocks that cache each piece on its first read.
 
     Args:
         blocks: the source of the rows.
@@ -61,9 +61,9 @@ def in_memory(batches: Iterator[pa.RecordBatch]) -> Sequence[pa.RecordBatch]:
 
 
 def on_disk(folders: Sequence[str]) -> Keep:
-    """Return a function that keeps batches in unnamed files, in the first of the folders that can be written to.
+    """Return a function that stores batches in unnamed files, in the first folder that can be written to.
 
-    The files disappear with this process, however it ends.
+    The system deletes the files when this process ends, however it ends.
     """
 
     def keep(batches: Iterator[pa.RecordBatch]) -> Sequence[pa.RecordBatch]:

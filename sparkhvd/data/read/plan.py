@@ -5,14 +5,15 @@ rank ``r`` has the ``r``-th contiguous part of the dataset. With ``shuffle``, ev
 fair sample of the dataset whatever its order: neighboring parts of the dataset go to different ranks and windows, at
 random. Shuffled shards are chosen in one of three ways:
 
-- Rows that fit into one window are read by every rank, each block once; a rank takes its share by runs of rows.
+- Rows that fit into one window are read by every rank, each block once. A rank takes its share in runs of rows.
 - Other rows are assigned by whole blocks, so that a rank decodes its shard only. Blocks are cut if there would be
   fewer than ``shards.SLICES`` per rank.
 - Rows that only one rank can read (one partition per rank) stay there, and are read in small slices.
 
-In step ``s`` a rank has the rows ``s * B`` to ``(s + 1) * B`` of its shard, as far as they exist. So on every rank a
-pass has as many steps as the largest shard needs, and every row appears exactly once. With ``shuffle`` the rows of a
-shard are permuted within windows; a window is the part of the shard that a rank holds in memory to shuffle it.
+With batch size ``B``, the batch of step ``s`` has the rows ``s * B`` to ``(s + 1) * B`` of the shard, as far as they
+exist. So on every rank a pass has as many steps as the largest shard needs, and every row appears exactly once. With
+``shuffle``, the rows of a shard are permuted within windows. A window is the part of the shard that a rank holds in
+memory to shuffle it.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ RowIds = npt.NDArray[np.int64]
 # The version of the rules for shuffling: an interrupted epoch resumes only under the same rules.
 _RULES = 2
 
-# Rows that are permuted together: they fit into a processor's cache, which makes the permutation several times faster.
+# The rows that are permuted together. They fit into a processor's cache, so the permutation is several times faster.
 PORTION_ROWS = 128 * 1024
 
 
@@ -57,7 +58,7 @@ class Window:
         order: the indices, among the rows of ``pieces``, of the rows to deliver; None delivers all in reading order.
         rows: this rank's rows in each step of the window.
         global_rows: the rows of all ranks in each of these steps.
-        portion: steps whose rows are picked together.
+        portion: the number of steps whose rows are picked together.
     """
 
     pieces: tuple[Piece, ...]
@@ -85,13 +86,13 @@ class Plan:
     Attributes:
         shards: the rows of every rank.
         batch_size: rows of one rank in a full step.
-        seed: decides the order where ``shuffle`` is set.
+        seed: determines the order if ``shuffle`` is set.
         shuffle: whether every epoch has its own order; otherwise rows come in dataset order.
         window_rows: rows that a rank may hold in memory to shuffle them.
         steps_per_epoch: None means one pass over the rows. Fewer steps omit the pass's last rows (without shuffling,
-            the same ones in every epoch), more steps continue with further passes, each with its own order.
-        pair_last_row: whether a rank's last batch, if it would have a single row, takes one from the batch before it.
-            Batch normalization cannot train on a single row.
+            the same ones in every epoch). More steps continue with further passes, each with its own order.
+        pair_last_row: whether a last batch of a single row takes a second row from the batch before it, because batch
+            normalization cannot train on a single row.
 
     Raises:
         ConfigError: there are no rows, or a number is too small.
@@ -166,12 +167,12 @@ class Plan:
         Args:
             rank: the rank.
             epoch: from 0.
-            first_step: the steps before it are omitted; the others are those of the whole epoch.
+            first_step: the first step to return; it and later steps are the same as in the whole epoch.
         """
         return self._windows(rank, epoch, first_step, ordered=True)
 
     def global_batches(self, epoch: int) -> Iterator[list[RowIds]]:
-        """Yield for every step of ``epoch`` the row ids of every rank, in the order that the rank delivers them.
+        """Yield the row ids of every rank in each step of ``epoch``, in the order in which the rank delivers them.
 
         Row ids count the rows of shared blocks in dataset order, from 0. Their concatenation over the ranks is the
         global batch in the order that equals single-process training.
@@ -209,8 +210,8 @@ class Plan:
     def _rows_before(self, shard: int, step: int) -> int:
         """Return the number of rows before this step of a shard with this number of rows."""
         full, rest = divmod(shard, self.batch_size)
-        moved = self.pair_last_row and self.batch_size > 2 and full > 0 and rest == 1 and step == full
-        return min(step * self.batch_size, shard) - moved
+        starts_early = self.pair_last_row and self.batch_size > 2 and full > 0 and rest == 1 and step == full
+        return min(step * self.batch_size, shard) - starts_early
 
     def _global_rows(self, step: int) -> int:
         return sum(ranks * self._rows(shard, step) for shard, ranks in self._sizes.items())
@@ -248,7 +249,7 @@ class Plan:
 
     @cached_property
     def _stride(self) -> int:
-        """Return the steps of a window. All windows have the same size and end with a step, so no batch needs two."""
+        """Return the number of steps in a window. A window ends with a step, so no batch spans two windows."""
         if self.read_by_all:
             return self._steps_per_pass
         windows = -(-self._steps_per_pass // max(1, self.window_rows // self.batch_size))

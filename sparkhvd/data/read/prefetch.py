@@ -1,4 +1,4 @@
-"""Prefetching: threads produce results in advance, in order, with a limit on the bytes that wait."""
+"""Prefetching: threads produce results in advance, in order, up to a limit on the bytes in the queue."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Prefetcher(Generic[T]):
 
     Args:
         jobs: the jobs in order; the threads advance the iterator, one at a time.
-        limit: bytes of results that may wait (the next result may always wait, however large).
-        threads: how many jobs run at once.
+        limit: the most bytes of results in the queue; the next result may always be queued, however large it is.
+        threads: the number of jobs that run at once.
         name: the name of the threads.
         timeout: seconds to wait for one result.
         waiting_for: the purpose of the wait, for the error of a timeout.
@@ -59,7 +59,7 @@ class Prefetcher(Generic[T]):
             yield result[0]
 
     def stop(self) -> None:
-        """Stop the threads soon, and a thread that waits for a result at once."""
+        """Stop: a thread that waits for a result stops at once, the other threads soon."""
         with self._changed:
             self._stopped = True
             self._queue.clear()
@@ -82,9 +82,9 @@ class Prefetcher(Generic[T]):
                     self._changed.notify_all()
                     return (result,)
                 if self._queue and self._queue[0].done:
-                    line = self._queue.popleft()
-                    if line.error is not None:
-                        raise line.error
+                    entry = self._queue.popleft()
+                    if entry.error is not None:
+                        raise entry.error
                     self._changed.notify_all()
                 elif not self._queue and not self._running:
                     return None
@@ -94,8 +94,8 @@ class Prefetcher(Generic[T]):
 
     def _work(self) -> None:
         try:
-            while (line := self._next_job()) is not None:
-                self._fill(line)
+            while (entry := self._next_job()) is not None:
+                self._fill(entry)
         finally:
             with self._changed:
                 self._running -= 1
@@ -108,39 +108,39 @@ class Prefetcher(Generic[T]):
                 self._changed.wait(1.0)
             if self._is_over() or self._jobs is None:
                 return None
-            line = _JobResults[T]()
+            entry = _JobResults[T]()
             try:
                 job = next(self._jobs, None)
             except Exception as error:  # noqa: BLE001  (the consumer raises it)
-                line.done, line.error, job = True, error, None
+                entry.done, entry.error, job = True, error, None
             else:
                 if job is None:
                     self._jobs = None
                     return None
-            line.job = job
-            self._queue.append(line)
+            entry.job = job
+            self._queue.append(entry)
             self._changed.notify_all()
-            return line
+            return entry
 
-    def _fill(self, line: _JobResults[T]) -> None:
-        error = line.error
+    def _fill(self, entry: _JobResults[T]) -> None:
+        error = entry.error
         try:
-            for result, size in line.job() if line.job is not None else ():
-                self._put(line, result, size)
+            for result, size in entry.job() if entry.job is not None else ():
+                self._put(entry, result, size)
         except StoppedError:
             pass
         except BaseException as caught:  # noqa: BLE001  (the consumer raises it, even the SystemExit of a function)
             error = caught
         with self._changed:
-            line.done, line.error = True, error
+            entry.done, entry.error = True, error
             self._changed.notify_all()
 
-    def _put(self, line: _JobResults[T], result: T, size: int) -> None:
+    def _put(self, entry: _JobResults[T], result: T, size: int) -> None:
         with self._changed:
             while not self._is_over():
-                # The first line may always add one result; otherwise the others could block it.
-                if self._bytes + size <= self._limit or (line is self._queue[0] and not line.results):
-                    line.results.append((result, size))
+                # The first job may always add one result; otherwise the results of later jobs could block it.
+                if self._bytes + size <= self._limit or (entry is self._queue[0] and not entry.results):
+                    entry.results.append((result, size))
                     self._bytes += size
                     self._changed.notify_all()
                     return
@@ -148,7 +148,7 @@ class Prefetcher(Generic[T]):
         raise StoppedError
 
     def _is_over(self) -> bool:
-        """Return whether no result will be taken any more: after ``stop``, or when the interpreter ends."""
+        """Return whether nothing will take further results: after ``stop``, or when the interpreter ends."""
         return self._stopped or not threading.main_thread().is_alive()
 
 

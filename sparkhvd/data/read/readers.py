@@ -1,6 +1,6 @@
-"""Reads the batches of one rank, which threads decode and prefetch.
+"""Reads the batches of one rank; threads decode and prefetch them.
 
-Threads decode the pieces of the plan. Another thread assembles windows, lets further threads shuffle them, and cuts
+Some threads decode the pieces of the plan. Another thread assembles windows, has further threads shuffle them, and cuts
 them into batches. A batch is a view of its window's memory where possible, so most rows are copied once or not at all.
 """
 
@@ -45,7 +45,7 @@ THREADS = 2
 _CHUNK_BYTES = 8 * 1024 * 1024
 # Larger windows shuffle no better, and the permutation takes memory, too.
 _WINDOW_ROWS = 1024 * 1024
-# Batches pass between threads in groups of this many bytes, since every hand-over costs both threads time.
+# Batches pass between threads in groups of this many bytes, because every hand-over costs both threads time.
 _GROUP_BYTES = 1024 * 1024
 
 
@@ -54,12 +54,12 @@ class ReadOptions:
     """Options for reading rows from any source.
 
     Attributes:
-        prefetch_bytes: decoded bytes that a rank holds, including those that the trainer uses. A quarter holds
-            prefetched rows. The rest holds three windows, within which rows are shuffled: one is being assembled, one
-            waits and one is in use.
+        prefetch_bytes: decoded bytes that a rank holds, including those that the trainer uses. A quarter is for
+            prefetched rows. The rest is for three windows, within which rows are shuffled: one is being assembled, one
+            waits, and one is in use.
         window_bytes: the size of a window, the same on every rank; None means a quarter of ``prefetch_bytes``, at most
             1,048,576 rows.
-        threads: the number of threads that decode rows; as many more shuffle columns.
+        threads: the number of threads that decode rows; as many other threads shuffle columns.
         timeout: seconds to wait for one batch.
         transformation: converts the columns of a batch to other columns with as many rows; called by a reader thread.
         made: the columns that the transformation returns, if they are known. Batches without rows get these columns,
@@ -116,7 +116,7 @@ class RowSource:
 
     @property
     def schema(self) -> DataSchema:
-        """Return the columns of every batch; the columns as read if the transformation's columns are unknown."""
+        """Return the columns of every batch; before transformation if its result is unknown."""
         return self._reading.made or self._schema
 
     @property
@@ -216,7 +216,7 @@ class ParquetSource(RowSource):
         batch_size: rows of one rank in a full step.
         seed: the seed of the shuffling.
         shuffle: whether every epoch has its own order; otherwise a rank's rows come in dataset order.
-        steps_per_epoch: None means one pass over the rows. Fewer steps cut the pass short, more steps continue with
+        steps_per_epoch: None means one pass over the rows. Fewer steps cut the pass short; more steps continue with
             further passes.
         reading: the options for reading.
         pair_last_row: see ``Plan``.
@@ -248,16 +248,16 @@ class ParquetSource(RowSource):
         digests: dict[str, bytes] = {}
         # Rows that every rank reads fit into one window, so they are cached in memory: decoding all of them once costs
         # less than decoding a shard in every epoch.
-        where = reading.cache or ("memory" if plan.read_by_all else None)
+        cache_kind = reading.cache or ("memory" if plan.read_by_all else None)
 
         def blocks() -> Blocks:
             parquet_blocks = ParquetBlocks(
                 store, manifest.folder, files, columns.stored_names(schema), _chunk_rows(schema), digests=digests
             )
-            if where is None:
+            if cache_kind is None:
                 return parquet_blocks
             folders = (reading.cache_folder,) if reading.cache_folder else local_folders()
-            keep = cache.in_memory if where == "memory" else cache.on_disk(folders)
+            keep = cache.in_memory if cache_kind == "memory" else cache.on_disk(folders)
             return cache.CachedBlocks(parquet_blocks, plan.shard(world.rank), keep, kept)
 
         super().__init__(schema, plan, world.rank, blocks, reading)
@@ -303,7 +303,7 @@ class _Memory:
 
 
 def _owned(array: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
-    """Return the same memory as a writable array, since Arrow marks even newly decoded arrays as read-only."""
+    """Return the same memory as a writable array, because Arrow marks even newly decoded arrays as read-only."""
     if array.flags.writeable or not array.flags.c_contiguous or array.dtype.hasobject or array.dtype.kind in "Mm":
         return array
     return np.asarray(_Memory(array))

@@ -29,17 +29,17 @@ class Shard(BatchSource, Protocol):
 class RegroupedSource:
     """The rows of one rank if there are more or fewer ranks than shards (a ``BatchSource``).
 
-    A step has the rows that it would have with one rank per shard, in the same order. Each rank takes a contiguous part
-    of them, which comes from the same shards in every step. So neither the steps of an epoch nor the rows of a step
-    depend on the number of ranks.
+    A step has the same rows in the same order as with one rank per shard. Each rank takes a contiguous part of them,
+    from the same shards in every step. So the steps of an epoch and the rows of a step do not depend on the number of
+    ranks.
 
     Attributes:
         open_shard: opens a shard by its number.
         shards: the number of shards.
         world: this rank and the number of ranks.
-        epoch_begun: the epoch to resume, which may be divided differently from the others.
-        avoid_single_rows: whether a rank with one row leaves it to another rank. Batch normalization cannot train on a
-            single row.
+        epoch_begun: the epoch to resume, whose division may differ from that of the other epochs.
+        avoid_single_rows: whether a rank with one row leaves it to another rank, because batch normalization cannot
+            train on a single row.
     """
 
     open_shard: Callable[[int], Shard]
@@ -88,7 +88,7 @@ class RegroupedSource:
                         batches = self.open_shard(shard).epoch(number, step)
                         stack.callback(batches.close)  # type: ignore[attr-defined]  # a generator; this ends its threads
                         opened[shard] = zip(count(step), batches, strict=False)
-                    batch = next(batch for at, batch in opened[shard] if at == step)
+                    batch = next(batch for index, batch in opened[shard] if index == step)
                     parts.append({name: array[piece] for name, array in batch.columns.items()})
                 yield Batch(self._joined(parts), sum(piece.stop - piece.start for _, piece in pieces), sum(rows))
 
@@ -97,7 +97,7 @@ class RegroupedSource:
         return [division.rows_in(shard, step) for shard in range(self.shards)]
 
     def _pieces(self, rows: Sequence[int]) -> list[tuple[int, slice]]:
-        """Return this rank's rows of a step by shard; ``rows`` are those of the shards."""
+        """Return this rank's rows of a step by shard; ``rows`` are the row counts of the shards."""
         starts = [0, *accumulate(rows)]
         ends = divide(rows, self.world.size, avoid_single_rows=self.avoid_single_rows)
         first, last = ends[self.world.rank : self.world.rank + 2]
@@ -116,7 +116,7 @@ class RegroupedSource:
 
 
 def divide(shards: Sequence[int], size: int, *, avoid_single_rows: bool = False) -> list[int]:
-    """Return where the parts of ``size`` ranks begin in the rows of a step, and where the last one ends.
+    """Return the positions in the rows of a step where the parts of ``size`` ranks begin and where the last one ends.
 
     A rank's part is the same fraction of the shards in every step.
 

@@ -37,7 +37,7 @@ class Division(Protocol):
 
 @dataclass(frozen=True)
 class RemainderDivision:
-    """How the rest of an epoch is divided (a ``Division``).
+    """The division of the rest of an epoch (a ``Division``).
 
     Attributes:
         rows: the rows of each remaining batch that has rows, in the order in which they are assigned to ranks.
@@ -66,15 +66,15 @@ class EpochRemainder:
     """The rows of one rank in an epoch that another number of ranks began (a ``BatchSource``).
 
     The batches that the old ranks have not trained on are assigned to the new ranks in contiguous parts, ordered by old
-    rank, so that a rank reads little more than its part. Every row of the epoch appears exactly once. Later epochs are
-    those of ``whole``. If the old ranks had themselves begun with the rest of an epoch, ``old`` opens remainders, too.
+    rank, so that a rank reads little more than its part. Every row of the epoch appears exactly once. Later epochs come
+    from ``whole``. If the old ranks had themselves resumed the epoch, ``old`` opens an ``EpochRemainder``, too.
 
     Attributes:
         whole: the rows of this rank in all other epochs.
         epoch_begun: the epoch to resume.
         first_step: the number of steps that the old ranks completed.
         old: opens the rows of an old rank.
-        plan: how the epoch was divided among the old ranks.
+        plan: the division of the epoch among the old ranks.
         world: this rank and the number of ranks.
     """
 
@@ -121,12 +121,12 @@ class EpochRemainder:
         division, size = self.division, self.world.size
         with closing(self._batches_at(self._batch_ids[division.part(self.world.rank)][first_step:])) as batches:
             for step in range(first_step, division.steps()):
-                together = sum(division.rows_in(rank, step) for rank in range(size))
+                global_rows = sum(division.rows_in(rank, step) for rank in range(size))
                 batch = next(batches, None)
                 if batch is None:
-                    yield Batch(columns.no_rows(self.schema), 0, together)
+                    yield Batch(columns.no_rows(self.schema), 0, global_rows)
                 else:
-                    yield replace(batch, global_rows=together)
+                    yield replace(batch, global_rows=global_rows)
 
     def _batches_at(self, batch_ids: Indices) -> Generator[Batch]:
         """Yield the batches with these indices, one old rank after the other."""

@@ -1,4 +1,4 @@
-"""Regroups rows from chunks of any size."""
+"""Regroups the rows of chunks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class RowStream:
     def __init__(self, chunks: Iterator[Arrays]) -> None:
         self._chunks = chunks
         self._chunk: Arrays = {}
-        self._at = self._end = 0  # the rest of the chunk
+        self._at = self._end = 0  # the bounds of the chunk's remaining rows
 
     def parts(self, rows: int) -> Iterator[Arrays]:
-        """Yield the next rows, in as many parts as there are chunks with them."""
+        """Yield the next rows, in one part per chunk that contains them."""
         while rows > 0:
             if self._at == self._end:
                 chunk = next(self._chunks, None)

@@ -12,10 +12,10 @@ import numpy as np
 from sparkhvd.data.read.stratified import spread
 from sparkhvd.errors import ConfigError
 
-# The purpose of a random stream; part of its seed, so that two purposes never share numbers.
+# The purpose of a random stream. It is part of the seed, so that two purposes never share numbers.
 SEQUENCE, WINDOW_ORDER, SHARD_ORDER, DRAW_BY_ALL = range(4)
 
-# The smallest number of parts of a shard; as many row groups are prepared for every rank.
+# The smallest number of parts of a shard. By default, as many row groups are prepared for every rank.
 SLICES = 10
 # Parts of a window for rows that can be read from any position.
 _FREE_SLICES = 32
@@ -93,8 +93,8 @@ class SharedBlocks:
 
     @cached_property
     def rows(self) -> tuple[int, ...]:
-        each, remainder = divmod(self._total, self.size)
-        return tuple(each + (rank < remainder) for rank in range(self.size))
+        rows, remainder = divmod(self._total, self.size)
+        return tuple(rows + (rank < remainder) for rank in range(self.size))
 
     def read_by_all(self, window_rows: int) -> bool:
         return self._total <= window_rows
@@ -103,10 +103,10 @@ class SharedBlocks:
         start = sum(self.rows[:rank])
         if draw is None:
             return Pieces(self.whole).between(start, start + self.rows[rank])
-        few = len(self.whole) < SLICES * self.size
-        slices = _cut(self.block_rows, -(-self._total // (SLICES * self.size))) if few else self.whole
-        assigning = Draw(draw.seed, 0, 0) if self.keep else draw
-        order = spread(len(slices), self.size, assigning.random(SEQUENCE))
+        has_few_blocks = len(self.whole) < SLICES * self.size
+        slices = _cut(self.block_rows, -(-self._total // (SLICES * self.size))) if has_few_blocks else self.whole
+        assignment = Draw(draw.seed, 0, 0) if self.keep else draw
+        order = spread(len(slices), self.size, assignment.random(SEQUENCE))
         shard = Pieces([slices[index] for index in order]).between(start, start + self.rows[rank])
         return _windowed(shard, draw, rank, window_rows, cut=self.keep)
 
@@ -152,7 +152,7 @@ def _cut(block_rows: Sequence[int], most: int | None = None) -> tuple[Piece, ...
 
 
 def _windowed(pieces: Sequence[Piece], draw: Draw, rank: int, window_rows: int, *, cut: bool) -> tuple[Piece, ...]:
-    """Order the pieces of a shard so that every window is a fair sample; ``cut`` if cutting costs nothing."""
+    """Order the pieces of a shard so that every window is a fair sample; ``cut`` them if that costs nothing."""
     pieces = sorted(pieces, key=Piece.sort_key)
     if cut:
         most = max(1, window_rows // _FREE_SLICES)
@@ -167,7 +167,7 @@ def _windowed(pieces: Sequence[Piece], draw: Draw, rank: int, window_rows: int, 
 
 
 def joined_pieces(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """Yield the same rows in the same order, neighbors within a block joined."""
+    """Yield the same rows in the same order, with neighboring pieces of a block joined."""
     last: Piece | None = None
     for piece in pieces:
         if last is not None and (last.block, last.stop) == (piece.block, piece.start):

@@ -1,8 +1,8 @@
 """Passes rows from a Spark task to its rank through unnamed Arrow files on the executor's disk.
 
-The task writes them while its worker process starts and imports. The files have no names, so the worker opens them by
-the file descriptors of the task's process. However the task and the worker end, the disk space is free once both have
-exited.
+The task writes the files while its worker process starts and imports. The files have no names, so the worker opens them
+by the file descriptors of the task's process. However the task and the worker end, the disk space is free once both
+have exited.
 """
 
 from __future__ import annotations
@@ -24,11 +24,8 @@ class Spool:
 
     Args:
         folders: folders for the files; the first that can be written to is used.
-        by: the column that decides the file of a row, and is not written itself.
-        otherwise: the file for rows without that column.
-
-    Raises:
-        StoreError: none of the folders can be written to.
+        by: the column whose value selects the file of a row; it is not written.
+        otherwise: the name of the file for batches without that column.
     """
 
     def __init__(self, folders: Sequence[str], by: str, otherwise: str) -> None:
@@ -36,15 +33,15 @@ class Spool:
         self._by = by
         self._otherwise = otherwise
         self._writers: dict[str, pa.RecordBatchFileWriter] = {}
-        self._closing = ExitStack()  # the writers
+        self._writer_stack = ExitStack()
         self._files: dict[str, IO[bytes]] = {}
-        self._owned = ExitStack()  # the files
+        self._file_stack = ExitStack()
 
     def write(self, batch: pa.RecordBatch) -> None:
         """Add the rows of a batch.
 
         Raises:
-            StoreError: the disk is full or fails.
+            StoreError: none of the folders can be written to, or the disk is full or fails.
         """
         for part, rows in self._parts(batch):
             if rows.num_rows:
@@ -54,16 +51,20 @@ class Spool:
                     raise self._failed(error) from error
 
     def finish(self) -> dict[str, str]:
-        """Complete the files, and return their paths for processes of this user and machine, by the column's values."""
+        """Complete the files, and return their paths by the column's values, for this user's processes on this machine.
+
+        Raises:
+            StoreError: the disk is full or fails.
+        """
         try:
-            self._closing.close()
+            self._writer_stack.close()
         except OSError as error:
             raise self._failed(error) from error
         return {part: f"/proc/{os.getpid()}/fd/{file.fileno()}" for part, file in self._files.items()}
 
     def close(self) -> None:
         """Close the files, which deletes them when no other process has them open."""
-        self._owned.close()
+        self._file_stack.close()
 
     def _parts(self, batch: pa.RecordBatch) -> Iterable[tuple[str, pa.RecordBatch]]:
         import pyarrow.compute as pc  # noqa: PLC0415  (heavy)
@@ -81,11 +82,11 @@ class Spool:
         import pyarrow as pa  # noqa: PLC0415
 
         if part not in self._writers:
-            file = self._owned.enter_context(self._file())
+            file = self._file_stack.enter_context(self._file())
             self._files[part] = file
             # Arrow's own file object is faster than Python's.
-            sink = self._closing.enter_context(pa.OSFile(f"/proc/self/fd/{file.fileno()}", "wb"))
-            self._writers[part] = self._closing.enter_context(pa.ipc.new_file(sink, schema))
+            sink = self._writer_stack.enter_context(pa.OSFile(f"/proc/self/fd/{file.fileno()}", "wb"))
+            self._writers[part] = self._writer_stack.enter_context(pa.ipc.new_file(sink, schema))
         return self._writers[part]
 
     def _file(self) -> IO[bytes]:

@@ -13,7 +13,8 @@ import numpy.typing as npt
 
 Indices = npt.NDArray[np.int64]
 
-# Runs of neighboring rows that are assigned as a whole. Long runs are copied faster; many runs make finer samples.
+# The number of runs of neighboring rows, which are assigned as a whole. Long runs are copied faster; many runs sample
+# more finely.
 _RUNS = 4096
 _RUNS_PER_PORTION = 256
 
@@ -21,8 +22,8 @@ _RUNS_PER_PORTION = 256
 def spread(count: int, bins: int, random: np.random.Generator) -> Indices:
     """Return an order of ``count`` items, bin after bin.
 
-    Of every ``bins`` neighboring items, each bin gets one at random. The items left over at the end go to random
-    bins. The order within a bin is random.
+    Of every ``bins`` neighboring items, each bin gets one at random. The remaining items at the end go to random bins.
+    The order within a bin is random.
     """
     strata = count // bins
     even = random.permuted(np.tile(np.arange(bins), (strata, 1)), axis=1).ravel()
@@ -31,7 +32,7 @@ def spread(count: int, bins: int, random: np.random.Generator) -> Indices:
 
 
 def in_portions(rows: int, portion: int, random: np.random.Generator) -> Indices:
-    """Return an order of ``rows`` rows in which every portion of consecutive rows is a fair sample, permuted."""
+    """Return an order of ``rows`` rows in which every portion is a fair sample in random order."""
     portions = max(1, -(-rows // portion))
     indices = _by_runs(rows, portions, min(_RUNS, portions * _RUNS_PER_PORTION), random)
     return _permuted(indices, portion, random)
@@ -46,8 +47,8 @@ def part_in_portions(
         rows: the rows of every part, almost the same number.
         part: which part to return.
         portion: rows that are permuted together.
-        drawn: decides the division; the same stream for every part.
-        random: decides the order within the part.
+        drawn: determines the division; the same stream for every part.
+        random: determines the order within the part.
     """
     bins = len(rows) * -(-max(rows) // portion)
     start = sum(rows[:part])

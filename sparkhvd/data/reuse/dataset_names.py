@@ -1,4 +1,4 @@
-"""The users' names for prepared rows, by which later jobs find them."""
+"""Users' names for prepared rows, by which later jobs find them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def notes_of(store: Store, name: str) -> Iterator[tuple[str, str]]:
 
 
 def id_of(store: Store, name: str) -> str:
-    """Return the id of the dataset with this name, or the name itself, which may be an id, if there is none."""
+    """Return the id of the dataset with this name; without one, the name itself, which may be an id."""
     existing = (dataset_id for _, dataset_id in notes_of(store, name) if store.exists(layout.manifest_path(dataset_id)))
     return next(existing, name)
 

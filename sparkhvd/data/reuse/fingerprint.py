@@ -7,17 +7,17 @@ again. The fingerprint covers:
   deterministic. User-defined functions, the current time and unseeded randomness are not on the list;
 - functions of Spark ML's own transformers (``VectorAssembler``), by the name of their code and their state;
 - the leaves of the plan: ranges, rows that are part of the plan, caches, and files. Files count by path, size and
-  modification time, listed now and equal to the listing of the DataFrame. A cache holds the original rows, whatever its
-  files hold now. So a cache is identified by the number of its RDD, which is unique in the application, and its rows
-  are recognized as long as the cache lives;
+  modification time. They are listed now, and the list must equal that of the DataFrame. A cache holds the original
+  rows, whatever its files contain now. So a cache is identified by the number of its RDD, which is unique in the
+  application, and its rows are recognized as long as the cache exists;
 - the session's ``spark.sql`` settings and time zone, the versions of Spark and of the written format, the selection and
   the split's seed;
 - with ``sample`` or ``randomSplit``, which choose rows by their position in partitions, the parallelism that partitions
   files and ranges.
 
-Two limits come from Spark: ``limit`` without an order, and functions such as ``first``, may choose other rows in every
-evaluation; the rows of an earlier evaluation are as valid as new ones. A file that is replaced by one of the same path,
-size and modification time (in milliseconds) cannot be distinguished from the original.
+Two limits come from Spark. ``limit`` without an order, and functions such as ``first``, may choose other rows in every
+evaluation; the rows of an earlier evaluation are as valid as new ones. If a file is replaced by one of the same path,
+size and modification time (in milliseconds), the two cannot be distinguished.
 """
 
 from __future__ import annotations
@@ -93,7 +93,8 @@ _SHOWN_ID = re.compile(r"#(\d+)")
 _CACHE_SHOWN = re.compile(r"[ :+-]*InMemoryRelation \[")
 _INDENTATION = re.compile(r"[ :+-]*")
 _ACCESS_TIME = re.compile(r"access_time=\d+; ")
-# The JVM in the name of an application. If the JVM is not visible here, its start time is unknown and never matches.
+# The JVM in the name of an application. If the JVM was not visible to its driver's Python, the name has no start time,
+# so it does not match.
 _PROCESS = re.compile(r"[^/]*/\d+/(?P<pid>\d{1,9})@(?P<start>\d+)@(?P<machine>.*)", re.DOTALL)
 # Settings that do not affect rows and differ between sessions.
 _IGNORED_SETTINGS = ("spark.sql.warehouse.dir", "spark.sql.artifact.", "spark.sql.session.uuid")
@@ -110,7 +111,7 @@ class Fingerprint:
 
     Attributes:
         text: a digest of everything that determines the rows.
-        caches: the caches that the rows come from; if there are none, the fingerprint is valid in every application.
+        caches: the caches that the rows come from; without caches, the fingerprint is valid in every application.
     """
 
     text: str
@@ -136,7 +137,7 @@ def fingerprint(
         The fingerprint, or None if the rows cannot be identified.
 
     Raises:
-        PySparkException: the plan has a cache that is not filled yet, and a stage below it failed.
+        Exception: Spark's error if the plan has a cache that is not filled yet, and a stage below it fails.
     """
     if is_connect(df.sparkSession):
         report("a Spark Connect client sees neither the plan nor the files of a DataFrame")
@@ -156,7 +157,7 @@ def living_caches(spark: SparkSession) -> Callable[[str], bool]:
     """Return a predicate for whether one of ``Fingerprint.caches`` may exist; caches of other machines always may."""
     if is_connect(spark):
         return lambda _cache: True
-    application, here = _application(spark), machine_id()
+    application, machine = _application(spark), machine_id()
     alive = {str(number) for number in spark.sparkContext._jsc.getPersistentRDDs()}  # noqa: SLF001
 
     def may_live(cache: str) -> bool:
@@ -164,7 +165,9 @@ def living_caches(spark: SparkSession) -> Callable[[str], bool]:
         if owner == application:
             return number in alive
         process = _PROCESS.fullmatch(owner)
-        return process is None or process["machine"] != here or process_start(int(process["pid"])) == process["start"]
+        if process is None or process["machine"] != machine:
+            return True
+        return process_start(int(process["pid"])) == process["start"]
 
     return may_live
 
@@ -190,7 +193,7 @@ def _session(df: DataFrame) -> list[object]:
 
 
 def _plan(df: DataFrame, *, caches: bool) -> tuple[list[object], tuple[str, ...]]:
-    # A new query over the rows: the DataFrame's own query remembers the caches that existed when it was analyzed.
+    # Use a new query over the rows: the DataFrame's own query remembers the caches that existed when it was analyzed.
     plan = df.select("*")._jdf.queryExecution().withCachedData()  # noqa: SLF001  (no public access to the full plan)
     # One call returns every operator and expression; a call for each would take seconds for wide tables.
     described, shown = json.loads(plan.toJSON()), text_of_plan(plan)
@@ -231,9 +234,9 @@ def _functions(df: DataFrame, plan: Any) -> list[str]:
     """Return digests of the plan's Scala functions, which must all be Spark ML's own; equal digests mean equal code."""
     kind = df.sparkSession._jvm.org.apache.spark.sql.catalyst.trees.TreePattern.SCALA_UDF()  # type: ignore[union-attr]  # noqa: SLF001
     digests: list[str] = []
-    waiting = [(plan, True)]
-    while waiting:
-        node, has_expressions = waiting.pop()
+    pending = [(plan, True)]
+    while pending:
+        node, has_expressions = pending.pop()
         if not node.containsPattern(kind):
             continue
         if str(node.getClass().getName()) == _FUNCTION:
@@ -242,10 +245,10 @@ def _functions(df: DataFrame, plan: Any) -> list[str]:
                 raise _UnknownError(f"{name} is a user-defined function")
             digests.append(_digest(df, node.function()))
         children = node.children()
-        waiting.extend((children.apply(index), has_expressions) for index in range(children.size()))
+        pending.extend((children.apply(index), has_expressions) for index in range(children.size()))
         if has_expressions:
             expressions = node.expressions()
-            waiting.extend((expressions.apply(index), False) for index in range(expressions.size()))
+            pending.extend((expressions.apply(index), False) for index in range(expressions.size()))
     return digests
 
 
@@ -282,19 +285,19 @@ def _refuse_unknown(nodes: list[dict[str, object]]) -> None:
 
 def _nodes(tree: object) -> Iterator[dict[str, object]]:
     """Yield the operators, expressions and types of a plan's JSON."""
-    waiting = [tree]
-    while waiting:
-        value = waiting.pop()
+    pending = [tree]
+    while pending:
+        value = pending.pop()
         if isinstance(value, dict):
             if "class" in value:
                 yield value
-            waiting.extend(value.values())
+            pending.extend(value.values())
         elif isinstance(value, list):
-            waiting.extend(value)
+            pending.extend(value)
 
 
 def _renumbered(description: str, shown: str) -> list[str]:
-    """Return the plan with renumbered columns and transformers, because Spark's numbers differ between equal plans."""
+    """Return the plan with new numbers for columns and transformers, because Spark's differ between equal plans."""
     numbers: dict[str, int] = {}
 
     def number(match: re.Match[str]) -> str:

@@ -6,10 +6,10 @@ dataset. Drivers that share a Store may be killed at any time. Leases guarantee 
 - A dataset is not removed while a lease on it is held.
 - Unless ``clean`` removes it, a dataset stays until its retention time since the last use is over, or one of the caches
   that it was read from is dropped.
-- The remains of a killed preparation are found by the lease that it leaves.
+- The files of a killed preparation are found by the lease that it leaves behind.
 
 A lease of a process on this machine ends with the process. A lease of another machine is valid for
-``BELIEVED_SECONDS``, and its owner renews it (``Hold``) long before.
+``BELIEVED_SECONDS``, and its owner renews it long before they are over (``Hold``).
 
 A driver may take a lease while another one removes the dataset. The remover deletes the manifest first and then looks
 for leases again; the taker looks for the manifest after it has taken the lease. So at least one of them sees the other:
@@ -43,7 +43,7 @@ RENEW_SECONDS = 24 * 3600.0
 _CHECK_SECONDS = 3600.0
 _RELEASE_SECONDS = 300.0  # a release may remove the dataset
 _RELEASED = "released"
-# Suffix of a lease for one use, which each rank may take; its retention time is that of the other leases.
+# The suffix of a lease for one use, which any rank may take; it has the retention time of the other leases.
 _USE = "-use"
 
 
@@ -54,7 +54,8 @@ class Record:
     Attributes:
         machine: identifies the machine, and the container on it.
         pid: the process.
-        started: the start time of the process in the kernel's unit; unlike a pid, the pair of both is never reused.
+        started: the start time of the process, in clock ticks since boot. Unlike the pid alone, the pair of pid and
+            start time is never reused.
         taken: when the lease was taken or renewed, in seconds since 1970.
         keep_seconds: how long to keep the dataset after its last use.
     """
@@ -66,7 +67,7 @@ class Record:
     keep_seconds: float
 
     def holds(self, now: float) -> bool:
-        """Return whether the owner may still use the dataset."""
+        """Return whether the owner may still be using the dataset."""
         if self.machine == machine_id():
             return process_start(self.pid) == self.started
         return now - self.taken < BELIEVED_SECONDS
@@ -110,13 +111,13 @@ class Lease:
             file.write(_record(self.keep_seconds))
 
     def withdraw(self) -> None:
-        """End the lease without a note of its use."""
+        """End the lease without recording its use."""
         self.store.delete(self.path)
 
     def release(self) -> None:
         """End the lease, and remove the dataset if no other lease is held and ``keep_seconds`` is 0."""
         if math.isinf(self.keep_seconds):
-            self.withdraw()  # a note of its use would allow `clean` to remove the dataset
+            self.withdraw()  # a record of its use would allow `clean` to remove the dataset
             return
         now = time.time()
         path = layout.lease_path(self.dataset_id, _RELEASED)
@@ -128,7 +129,7 @@ class Lease:
         except StoreError:
             if self.keep_seconds > 0:
                 raise
-            # The note cannot be written to a full disk; the removal of the dataset makes room.
+            # On a full disk, the note cannot be written, and the removal of the dataset makes room.
         self.store.delete(self.path)
         if self.keep_seconds <= 0:
             remove_unused(self.store, self.dataset_id, now)
@@ -208,7 +209,7 @@ def release_and_log(lease: Renewable) -> None:
 
 
 def take(store: Store, dataset_id: str, keep_seconds: float, caches: tuple[str, ...] = ()) -> Lease:
-    """Take a lease on a dataset. The caller looks for the manifest afterwards, not before."""
+    """Take a lease on a dataset. The caller must look for the manifest afterwards, not before."""
     return _publish(Lease(store, dataset_id, _owner(), keep_seconds, caches=caches))
 
 
@@ -222,7 +223,7 @@ def borrow(store: Store, dataset_id: str) -> Lease:
 
 
 def held_here(store: Store) -> list[str]:
-    """Return the datasets that this process holds (not only for one use), the latest first."""
+    """Return the datasets that this process holds, the latest first, without those held for one use only."""
     leases = []
     now = time.time()
     for path in store.list(layout.LEASES):
@@ -250,13 +251,13 @@ def remove_expired(store: Store, may_live: Callable[[str], bool] = lambda _cache
 
 
 def remove_all_unused(store: Store) -> list[str]:
-    """Remove every dataset without a held lease, of any age, and the remains of others, and return the ids.
+    """Remove every dataset without a held lease, of any age, and leftover files of others; return the ids.
 
-    Remains are files of rows without a manifest and a lease: a write that was under way during the removal of a
-    dataset may end after it.
+    Leftovers are files of rows without a manifest and a lease: a write that was in progress when its dataset was
+    removed may end after the removal.
     """
     now = time.time()
-    # Listed before the leases: a dataset has a lease before its first file, and a manifest or a lease ever after.
+    # Listed before the leases: a dataset gets a lease before its first file, and then always has a manifest or a lease.
     with_files = dict.fromkeys(map(layout.dataset_of_rows, store.list(layout.DATASETS)))
     leased = _leased(store)
     removed = [dataset for dataset in leased if remove_unused(store, dataset, now)]
@@ -323,7 +324,7 @@ def _held(store: Store, dataset_id: str, now: float) -> bool:
 
 
 def _expired(store: Store, dataset_id: str, now: float, may_live: Callable[[str], bool]) -> bool:
-    """Return whether the dataset has been kept for long enough after its last use, or was never finished."""
+    """Return whether the dataset's retention time since its last use is over, or it was never finished."""
     if not store.exists(layout.manifest_path(dataset_id)):
         return True
     ends = []

@@ -42,10 +42,10 @@ def leaves(path: tuple[str, ...], arrow: pa.DataType) -> list[Leaf]:
 
 
 def logical_type(arrow: pa.DataType) -> pa.DataType:
-    """Return one type for all types that store the same values: writers choose between them by size and by API.
+    """Return the same type for all types that store the same values; writers choose among them by size and API.
 
-    Offsets of 32 or 64 bits, a dictionary, a fixed length of lists, required elements and the time zone in which times
-    are shown do not change the values.
+    These properties do not change the values: the width of offsets (32 or 64 bits), a dictionary, a fixed length of
+    lists, required elements, and the time zone in which times are shown.
     """
     import pyarrow as pa  # noqa: PLC0415
 

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 
 def to_values(array: pa.Array) -> npt.NDArray[np.generic]:
-    """Return the values like ``array.to_numpy(zero_copy_only=False)``, which imports pandas for arrays of any type.
+    """Return the values, as does ``array.to_numpy(zero_copy_only=False)``, which always imports pandas.
 
-    Numbers, times and booleans without NULL are read from Arrow's memory; pyarrow converts all others.
+    Numbers, timestamps and booleans without NULL are read from Arrow's memory; pyarrow converts all others.
     """
     dtype = _dtype(array.type)
     if dtype is None or array.null_count:

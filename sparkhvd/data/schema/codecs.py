@@ -26,10 +26,10 @@ def decode(packed: pa.Array, column: ColumnSpec, dtype: np.dtype[Any], shape: tu
 
     Args:
         packed: binary values.
-        column: its codec says how the values are packed, its fill replaces NULL.
+        column: its codec determines how the values are packed; its fill replaces NULL.
         dtype: the type that every value must have.
         shape: the shape that every value must have.
-        what: name of the column in errors.
+        what: the name of the column for error messages.
 
     Raises:
         DataError: a value cannot be unpacked, or has another type or shape; images need Pillow or OpenCV.
@@ -56,7 +56,7 @@ def decode(packed: pa.Array, column: ColumnSpec, dtype: np.dtype[Any], shape: tu
 
 
 def peek(value: bytes, codec: Codec) -> Array:
-    """Unpack one value, to learn its type and shape."""
+    """Unpack one value, to determine its type and shape."""
     unpack = _decoder(codec)
     return np.asarray(unpack(value))
 

@@ -1,7 +1,7 @@
-"""Converts columns of Arrow data to the numpy arrays of a batch. This is the only module that knows every type.
+"""Converts columns of Arrow data to the numpy arrays of a batch.
 
-``stored_names`` lists the columns to read from a file, ``empty`` allocates arrays, ``decode`` converts. In all arrays
-the rows are the first dimension, so slices, ``np.take`` and assignment work for every column:
+``stored_names`` lists the columns to read from a file, ``empty`` allocates arrays, and ``decode`` converts columns. The
+first dimension of every array is the rows, so slices, ``np.take`` and assignment work for every column:
 
 ==========================  ==============================================================
 column                      array of ``n`` rows
@@ -9,7 +9,7 @@ column                      array of ``n`` rows
 numbers, booleans           their numpy type, shape ``(n, *column.shape)``
 decimals                    int64 if the scale is 0 (up to 18 digits), else float64 (up to 15 digits), else ``object``
                             (``decimal.Decimal``)
-dates, timestamps           ``datetime64[D]``, ``datetime64[us]`` (UTC; ``[ns]`` where a file has it)
+dates, timestamps           ``datetime64[D]``, ``datetime64[us]`` (UTC; ``[ms]`` or ``[ns]`` if a file has it)
 strings, binary             ``object`` (``str``, ``bytes``)
 vectors                     float64, shape ``(n, size)``
 sparse vectors, on request  a structured array of shape ``(n,)`` with ``indices`` and ``values``, padded to the row with
@@ -55,7 +55,7 @@ def stored_names(schema: DataSchema) -> list[str]:
 
 
 def open_parquet(file: pa.NativeFile) -> parquet.ParquetFile:
-    """Open a Parquet file for any reader of this package: Spark's 96-bit timestamps become microseconds."""
+    """Open a Parquet file; Spark's 96-bit timestamps become microseconds."""
     from pyarrow import parquet  # noqa: PLC0415  (heavy)
 
     return parquet.ParquetFile(file, coerce_int96_timestamp_unit="us")
@@ -133,7 +133,7 @@ def no_rows(schema: DataSchema) -> dict[str, Array]:
 
 
 def blank(column: ColumnSpec, rows: int) -> Array:
-    """Return synthetic rows of zeros and empty strings, to try a model with."""
+    """Return synthetic rows of zeros and empty strings, for a trial of a model."""
     array = np.zeros((rows, *row_shape(column)), array_type(column))
     if column.sparse:
         array["indices"] = -1
@@ -165,7 +165,7 @@ def to_dense(array: Array, column: ColumnSpec) -> Array:
 
 
 def decode(batch: pa.RecordBatch, column: ColumnSpec, where: str) -> Array:
-    """Return the column of an Arrow batch as an array of ``row_shape``; without a copy where Arrow allows.
+    """Return the column of an Arrow batch as an array of ``row_shape``, without a copy where Arrow allows it.
 
     Raises:
         DataError: see ``to_numpy``.
@@ -174,7 +174,7 @@ def decode(batch: pa.RecordBatch, column: ColumnSpec, where: str) -> Array:
 
 
 def to_numpy(array: pa.Array, column: ColumnSpec, where: str) -> Array:
-    """Return an Arrow array as numpy, shape ``(rows, *row_shape(column))``, without a copy where Arrow allows.
+    """Return an Arrow array as numpy, shape ``(rows, *row_shape(column))``, without a copy where Arrow allows it.
 
     Raises:
         DataError: the array holds NULL without a fill, or its lengths or type differ from ``column``.
@@ -307,7 +307,7 @@ def _scalars(array: pa.Array, column: ColumnSpec, where: str) -> Array:
 
 
 def _as_declared(values: Array, column: ColumnSpec, where: str) -> Array:
-    """Convert numbers to their declared type: integers exactly, floats rounded to the nearest."""
+    """Convert numbers to their declared type: integers exactly, floats to the nearest value."""
     with np.errstate(invalid="ignore", over="ignore"):
         declared = values.astype(array_type(column))
     is_rounded = values.dtype.kind == "f" and declared.dtype.kind == "f"
@@ -344,7 +344,7 @@ def _decimals(array: pa.Array, column: ColumnSpec, where: str) -> Array:
     words = np.frombuffer(array.buffers()[1], np.int64)[2 * array.offset : 2 * (array.offset + len(array)) : 2]
     if column.dtype == "int64":
         return words.copy()
-    # Both operands are exact in a double, so there is one rounding only; Arrow's own cast multiplies by 10**-scale.
+    # Both operands are exact in a double, so the result is rounded only once; Arrow's cast multiplies by 10**-scale.
     doubles: Array = words.astype(np.float64) / 10.0**array.type.scale
     return doubles
 

@@ -1,4 +1,4 @@
-"""The columns of a prepared dataset, as every layer describes them, without pyspark or a framework."""
+"""The description of a dataset's columns that all layers share, without pyspark or a framework."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ class ColumnSpec:
     Attributes:
         name: the column's name; the field of a struct is ``struct.field``.
         dtype: the type of the elements: the numpy name of a number (bool, int8 to int64, uint8 to uint64, float16 to
-            float64), ``datetime64[D]``, ``datetime64[us]`` or ``datetime64[ns]``, or ``str``, ``bytes`` or ``decimal``
-            for Python objects.
+            float64), ``datetime64[D]``, ``datetime64[ms]``, ``datetime64[us]`` or ``datetime64[ns]``, or ``str``,
+            ``bytes`` or ``decimal`` for Python objects.
         shape: shape of one row: ``()`` for scalars, ``(n,)`` for arrays and vectors, ``(n, m, ...)`` for nested arrays;
             None while it is unknown, before the data have been read.
         role: what the column is for.
-        kind: its kind in Spark, which decides how it is selected and which type ``transform`` gives a prediction.
+        kind: its kind in Spark, which determines how it is selected and the type of a prediction in ``transform``.
         fill: the value that the readers put in place of NULL; None refuses NULL. A date or time is its ISO text.
         sparse: deliver a vector as its stored entries (see ``columns``) instead of all its elements.
         entries: for a sparse column, the most entries of a row; None while it is unknown.
-        source: the path to read it from, if that is not ``name``: a column, then the fields of structs.
+        source: the path to read it from, if that differs from ``name``: a column, then the fields of structs.
         codec: how a value is packed into bytes (in petastorm's datasets); ``scalar`` is a number that is stored as
-            another type of number.
+            another number type.
         depth: the levels of nested arrays; 0 for scalars.
     """
 
@@ -73,7 +73,7 @@ class ColumnSpec:
 
 @dataclass(frozen=True)
 class DataSchema:
-    """The selected columns: features, then labels, then the weight, each in the order that the user gave."""
+    """The selected columns: features, then labels, then the weight, each in the user's order."""
 
     columns: tuple[ColumnSpec, ...]
 
@@ -87,7 +87,7 @@ class DataSchema:
         return self._by_name[name]
 
     def fields_of(self, name: str) -> list[str]:
-        """Return the columns that a column of the DataFrame became: itself, or one per field of a struct."""
+        """Return the columns for a column of the DataFrame: itself, or one per field of a struct."""
         if name in self._by_name:
             return [name]
         return [other for other in self._by_name if other.startswith(f"{name}.")]
@@ -97,6 +97,6 @@ class DataSchema:
         return {column.name: column for column in self.columns}
 
     def replaced(self, columns: Sequence[ColumnSpec]) -> DataSchema:
-        """Return the schema with these columns in place of the columns of the same names, such as with known shapes."""
+        """Return the schema with these columns in place of those with the same names, for example with known shapes."""
         by_name = {column.name: column for column in columns}
         return DataSchema(tuple(by_name.get(column.name, column) for column in self.columns))

@@ -36,7 +36,7 @@ class DataFile:
 
 @dataclass(frozen=True)
 class Split:
-    """The files of one split; reading them one after the other gives the rows in the DataFrame's order."""
+    """The files of one split; read one after the other, they contain the rows in the DataFrame's order."""
 
     files: tuple[DataFile, ...]
 
@@ -59,15 +59,16 @@ class Manifest:
 
     Attributes:
         dataset_id: unique and never reused.
-        folder: the dataset's folder, relative to the Store: the manifest's location, which its file does not hold.
-        schema: the columns, all shapes known.
+        folder: the dataset's folder, relative to the Store. It is the manifest's location, so the file does not
+            contain it.
+        schema: the columns, with all shapes known.
         train: the rows to train on.
-        validation: the rows held out; None if none were requested.
+        validation: the held-out rows; None if none were requested.
         seed: the seed of the split.
         validated_by: the fraction, the column or (for existing files) the path that defines the split; None without
             validation.
         fingerprint: later preparations compare it with their own; None if the rows cannot be recognized.
-        labels: the smallest and the largest value of labels that are numbers, by their names.
+        labels: the smallest and the largest value of every label that is a single number, by name.
         name: the user's name for the dataset, if there is one.
     """
 
@@ -96,7 +97,8 @@ class Manifest:
         split = self.train if name == "train" else self.validation
         if split is None:
             raise DataError(
-                f"Dataset {self.dataset_id} was prepared without validation rows. Prepare it again with validation=."
+                f"The dataset ({self.dataset_id}) has no validation rows. Prepare it again with validation=, or read "
+                "split='train'."
             )
         return split
 
@@ -151,7 +153,7 @@ def _split_to_json(split: Split) -> list[dict[str, object]]:
     return [{"path": file.path, "row_groups": list(file.row_groups)} for file in split.files]
 
 
-# The JSON of a manifest is untyped until it has been read; every failure of these functions is reported by load().
+# The JSON of a manifest is untyped until it has been read; load() reports every failure of these functions.
 def _from_json(content: dict, folder: str) -> Manifest:  # type: ignore[type-arg]
     validation = content["validation"]
     return Manifest(

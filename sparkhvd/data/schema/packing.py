@@ -27,10 +27,10 @@ _ELEMENTS = frozenset({"boolean", "tinyint", "smallint", "int", "bigint", "float
 
 @dataclass(frozen=True)
 class ColumnPacking:
-    """Which columns are sent together, by their indices.
+    """The assignment of columns, by their indices, to what Spark sends.
 
     Attributes:
-        arrays: for every array, the columns that are its elements.
+        arrays: for each array, the columns that become its elements.
         others: the columns that are sent unchanged; several become the fields of a struct.
     """
 
@@ -46,18 +46,18 @@ def plan_packing(spark_schema: StructType, columns: Sequence[ColumnSpec]) -> Col
         columns: from ``select``.
     """
     types = {field.name: field.dataType for field in spark_schema.fields}
-    alike: dict[str, list[int]] = {}
+    by_type: dict[str, list[int]] = {}
     for index, column in enumerate(columns):
         kind = types[column.name].simpleString() if column.path == (column.name,) else ""
         if kind in _ELEMENTS:
-            alike.setdefault(kind, []).append(index)
-    arrays = tuple(tuple(indices) for indices in alike.values() if len(indices) > 1)
+            by_type.setdefault(kind, []).append(index)
+    arrays = tuple(tuple(indices) for indices in by_type.values() if len(indices) > 1)
     packed = {index for indices in arrays for index in indices}
     return ColumnPacking(arrays, tuple(index for index in range(len(columns)) if index not in packed))
 
 
 def packed(columns: Sequence[ColumnSpec], packing: ColumnPacking) -> tuple[list[Column], list[Column]]:
-    """Return the arrays, and a column of the others if there are any.
+    """Return the arrays, and one column with the other columns if there are any.
 
     Plain names are combined into one SQL text, which takes one call to Spark instead of one per column.
     """

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 RESERVED_PREFIX = "sparkhvd_"
 
-_SWITCHES = frozenset({"boolean", "tinyint", "smallint", "int", "bigint", "float", "double"})
+_VALIDATION_TYPES = frozenset({"boolean", "tinyint", "smallint", "int", "bigint", "float", "double"})
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,12 @@ def select(
         weight_col: the rows' weights: one number per row.
         validation: a fraction in [0, 1), where 0 means none, or the name of a boolean or 0/1 column.
         sparse_cols: the vector columns to deliver as their stored entries.
-        fill: by column (``struct.field`` for a field), the value to put in place of NULL, whether a whole row, an
-            inner array or an element is NULL.
+        fill: by column (``struct.field`` for a field), the value to put in place of NULL: of a whole row, of an inner
+            array, or of an element.
         transformed: whether a transformation function converts the columns first, so that they may also be strings,
             dates and the like.
-        case_sensitive: whether upper and lower case count in names (``spark.sql.caseSensitive``). Without it, a column
-            gets the name that the user wrote.
+        case_sensitive: whether names are case-sensitive (``spark.sql.caseSensitive``). If they are not, a column gets
+            the name in the user's spelling.
 
     Raises:
         SchemaError: a column is missing, appears twice, or has a type that cannot be used, the fraction is out of
@@ -115,12 +115,15 @@ def check_roles(schema: DataSchema) -> None:
             raise SchemaError(f"Column {column.name!r} is not a number; a weight is one number per row.")
 
 
-def no_such_column(name: str, use: str, names: Sequence[str], there_are: str) -> SchemaError:
-    """Return the error for a missing column, which lists the existing ones."""
+def no_such_column(name: str, use: str, names: Sequence[str], introduction: str) -> SchemaError:
+    """Return the error for a missing column, which lists the existing ones after ``introduction``."""
     hint = f" {did_you_mean(name, names, most=3)}".rstrip()
-    shown = ", ".join(repr(other) for other in names[:30])
-    more = f" and {len(names) - 30} more" if len(names) > 30 else ""
-    return SchemaError(f"There is no column {name!r} (requested as {use}).{hint} {there_are} {shown}{more}.")
+    return SchemaError(f"There is no column {name!r} (requested as {use}).{hint} {introduction} {_listed(names)}.")
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(map(repr, names[:30]))
+    return f"{shown} and {len(names) - 30} more" if len(names) > 30 else shown
 
 
 def columns_by_name(
@@ -177,8 +180,8 @@ def schema_of(
 def expressions(columns: Iterable[ColumnSpec], *, compress: bool = False) -> list[Column | str]:
     """Return the Spark expressions that select these columns, each under its own name.
 
-    Fields of structs become columns of their own, and vectors become the structs that Spark stores them in. Nothing
-    else changes. Where a name is enough, a name is returned, because Spark analyses names much faster.
+    Fields of structs become columns of their own, and vectors become the structs in which Spark stores them. Nothing
+    else changes. A plain column is returned as its name, because Spark analyzes names much faster.
 
     Args:
         columns: from ``select``.
@@ -203,7 +206,7 @@ def _expression(column: ColumnSpec, compress: bool) -> Column:
 
 
 def value_of(column: ColumnSpec) -> Column:
-    """Return the column of the user's DataFrame, or the field of its struct, that a column is read from."""
+    """Return the column of the user's DataFrame, or the field of a struct, from which a column is read."""
     first, *fields = column.path
     value = source(first)
     for field in fields:
@@ -256,7 +259,7 @@ def _refuse_duplicates(names: list[str], key: Callable[[str], str] = str) -> Non
 
 
 def _key(*, case_sensitive: bool) -> Callable[[str], str]:
-    """Return the function whose results are equal for names that are the same to Spark."""
+    """Return a function that maps names to equal keys if Spark does not distinguish them."""
     return str if case_sensitive else str.lower
 
 
@@ -270,7 +273,7 @@ class _Fields:
 
     Args:
         struct: the columns or fields.
-        key: the same for names that are the same to Spark; an equal name comes first.
+        key: maps names that Spark does not distinguish to equal keys; an exact match takes precedence.
     """
 
     def __init__(self, struct: StructType, key: Callable[[str], str]) -> None:
@@ -280,7 +283,7 @@ class _Fields:
         self._names = {key(name): name for name in self.types if counts[key(name)] == 1}
 
     def name_of(self, name: str) -> str | None:
-        """Return the actual name; None if there is none, or several that differ in case only."""
+        """Return the actual name; None if there is none, or if several differ only in case."""
         return name if name in self.types else self._names.get(self._key(name))
 
     def find(self, name: str) -> tuple[tuple[str, ...], DataType] | None:
@@ -308,9 +311,7 @@ class _Table:
 
     def contents(self) -> str:
         """Return the names, for an error message."""
-        shown = ", ".join(repr(name) for name in self._names[:30])
-        more = f" and {len(self._names) - 30} more" if len(self._names) > 30 else ""
-        return f"The DataFrame has {shown}{more}." if self._names else "The DataFrame has no column."
+        return f"The DataFrame has {_listed(self._names)}." if self._names else "The DataFrame has no column."
 
     def find(self, name: str, use: str) -> tuple[tuple[str, ...], DataType]:
         """Return the path and the type of a column, or of a field as ``struct.field``."""
@@ -392,7 +393,7 @@ def _validation(table: _Table, validation: object) -> float | str | None:
                 "(df.withColumn)."
             )
         text = spark_type.simpleString()
-        if text not in _SWITCHES and not text.startswith("decimal"):
+        if text not in _VALIDATION_TYPES and not text.startswith("decimal"):
             raise SchemaError(
                 f"Validation column {validation!r} has the type {text}; it must be boolean, or a number that is 1 for "
                 "held-out rows and 0 for the others."

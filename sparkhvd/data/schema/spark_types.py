@@ -1,4 +1,4 @@
-"""Maps Spark types to columns of a dataset, and refuses the types that cannot be used."""
+"""Maps Spark types to columns of a dataset, and refuses types that cannot be used."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _DTYPE_OF: Mapping[str, str] = MappingProxyType(
         "timestamp_ntz": "datetime64[us]",
     }
 )
-_WHY_NOT: Mapping[str, str] = MappingProxyType(
+_REASONS: Mapping[str, str] = MappingProxyType(
     {
         "map": "its keys differ from row to row; select the values as columns of their own (df.m['key'])",
         "struct": "a struct inside an array has no shape; select its fields as arrays of their own (df.a.field)",
@@ -45,7 +45,7 @@ _WHY_NOT: Mapping[str, str] = MappingProxyType(
         "void": "it holds only NULL",
     }
 )
-# Types that a model does not take, and how to convert them to a number.
+# Types that a model does not accept, and how to convert them to a number.
 _TO_NUMBER: Mapping[str, str] = MappingProxyType(
     {
         "str": "index or encode it first, for example with pyspark.ml.feature.StringIndexer",
@@ -119,7 +119,7 @@ def checked_fill(column: ColumnSpec, fill: Fill) -> Fill:
     """Return the value to put in place of NULL.
 
     Raises:
-        SchemaError: the column's type cannot represent the value exactly.
+        SchemaError: the value is not of the column's type, or it is an integer that the type cannot represent exactly.
     """
     if not _holds(column.dtype, fill):
         raise SchemaError(
@@ -170,7 +170,7 @@ def _dtype(path: tuple[str, ...], element: DataType, text: str) -> str:
     if plain in {"char", "varchar"}:
         plain = "string"
     if plain not in _DTYPE_OF:
-        why = _WHY_NOT.get("vector" if name == "vector" else element.typeName(), "numpy has no equivalent type")
+        why = _REASONS.get("vector" if name == "vector" else element.typeName(), "numpy has no equivalent type")
         raise _refused(path, text, why)
     return _DTYPE_OF[plain]
 

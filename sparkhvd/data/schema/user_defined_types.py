@@ -2,7 +2,7 @@
 
 Spark 4.3 passes the columnar batches of a Parquet scan directly to a Python function, and fails if a column of a
 user-defined type is among them, used or not (UNSUPPORTED_DATATYPE). An operator between the scan and the function
-converts the batches to rows. The optimizer moves projections and known filters elsewhere; a filter that is true for
+converts the batches to rows. The optimizer moves projections and ordinary filters elsewhere. A filter that is true for
 every row, and that the optimizer cannot simplify, stays directly above the scan.
 """
 
@@ -23,7 +23,7 @@ def as_rows(df: DataFrame, columns: Sequence[str]) -> DataFrame:
 
     Args:
         df: the rows.
-        columns: the columns that the Python function takes; the filter prefers to read one of these.
+        columns: the columns that the Python function takes; the filter reads one of these if possible.
     """
     if not is_user_defined(df.schema):
         return df
@@ -34,7 +34,7 @@ def as_rows(df: DataFrame, columns: Sequence[str]) -> DataFrame:
 
 
 def is_user_defined(kind: DataType) -> bool:
-    """Return whether a type is a user-defined one, or has one inside."""
+    """Return whether a type is user-defined or contains a user-defined type."""
     from pyspark.sql.types import UserDefinedType  # noqa: PLC0415  (ranks read this package without Spark)
 
     if isinstance(kind, UserDefinedType):

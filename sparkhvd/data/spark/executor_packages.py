@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import re
 
-# sparkhvd itself, and the packages that it imports first, except those that Spark's own functions need, too.
+# sparkhvd itself, and the packages that it imports first, without those that Spark's own functions need, too.
 _MISSING = re.compile(r"No module named '((?:sparkhvd|cloudpickle|fsspec)(?:\.[\w.]+)?)'")
 # A line of the module that stands in for a missing ``sparkhvd._core``; the code of that line may precede it.
 _NO_CORE = re.compile(r"(?<=ImportError: )The sparkhvd in .* has no compiled core .*")
 
 
 def import_failure(text: str) -> str:
-    """Return the message for an error of Spark if its cause is that a task cannot import sparkhvd, else an empty one.
+    """Return the message for a Spark error if a task could not import sparkhvd; empty for other errors.
 
     Args:
-        text: the error of Spark, with the traceback of the task.
+        text: Spark's error, with the traceback of the task.
     """
     if (no_core := _NO_CORE.search(text)) is not None:
         return no_core[0]

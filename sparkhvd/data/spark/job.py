@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 _CANCEL_SECONDS = 60.0
 _COUNTED_SECONDS = 300.0  # Spark reports counts through its event queue, soon after the job
-_POLL_SECONDS = 0.5  # an interrupt is delivered between two waits
+_POLL_SECONDS = 0.5  # an interrupt takes effect between two waits
 
 
 def run_job(spark: SparkSession, action: Callable[[], T], seconds: float = math.inf) -> T:
@@ -36,7 +36,7 @@ def run_job(spark: SparkSession, action: Callable[[], T], seconds: float = math.
     Raises:
         TimeoutError: it took longer than ``seconds``.
         LaunchError: the executors cannot import sparkhvd.
-        Exception: what ``action`` raised.
+        Exception: the error of ``action``.
     """
     tag = new_tag()
 
@@ -96,7 +96,7 @@ def add_tag(spark: SparkSession, tag: str) -> None:
     if is_connect(spark):
         spark.addTag(tag)
     else:
-        # Tags of a classic session are visible only to the thread that set them; tags of the context to all threads.
+        # In a classic session, only the thread that set a session's tag can cancel by it. A context's tag serves all.
         spark.sparkContext.addJobTag(tag)
 
 

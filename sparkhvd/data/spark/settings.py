@@ -25,15 +25,16 @@ _STORE_SETTINGS = (
 )
 _LOCAL = "file:///"
 _HADOOP = "spark.hadoop."
-# Every Spark can write to these. Connect does not report further connectors of its server.
+# Spark writes to these without additional jars (to ``dbfs`` on Databricks). With Spark Connect, the client cannot see
+# which other connectors the server has.
 _BUILT_IN = frozenset({"file", "hdfs", "viewfs", "dbfs"})
 
 
 def with_spark_credentials(store: Store, spark: SparkSession | None) -> Store:
-    """Return the Store, with missing credentials and addresses filled in from Spark's own connectors.
+    """Return the Store, with missing credentials and addresses filled in from the settings of Spark's connectors.
 
-    They come from the settings ``fs.s3a.*``, ``fs.defaultFS`` and those of HDFS name services, from the session's
-    ``spark.hadoop.*`` and Hadoop's configuration files. Without a session, the Store is unchanged.
+    These are ``fs.s3a.*``, ``fs.defaultFS`` and the settings of HDFS name services, in the session's ``spark.hadoop.*``
+    and in Hadoop's configuration files. Without a session, the Store is unchanged.
     """
     if spark is None or _scheme_of(store.url) not in _CONFIGURABLE:
         return store

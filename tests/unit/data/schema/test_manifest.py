@@ -22,7 +22,7 @@ def test_loading_returns_the_published_manifest(store, make_dataset):
 def test_a_missing_validation_split_is_reported(store, make_dataset):
     manifest = make_dataset()
     assert load(store, manifest.path).validation is None
-    with pytest.raises(DataError, match="Dataset d was prepared without validation rows"):
+    with pytest.raises(DataError, match=r"The dataset \(d\) has no validation rows"):
         manifest.split("validation")
 
 
