@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from sparkhvd.store.backends.local import LocalStore as LocalStore
     from sparkhvd.store.backends.s3 import S3Store as S3Store
 
-# The class by name -> a scheme that it serves.
-_SERVES = {
+# A scheme that each class serves, by the name of the class.
+_SCHEMES = {
     "DBFSLocalStore": "dbfs",
     "DBFSStore": "dbfs",
     "FilesystemStore": "",
@@ -29,10 +29,10 @@ __all__ = ["DBFSLocalStore", "DBFSStore", "FilesystemStore", "HDFSStore", "Local
 
 
 def store_at(name: str, value: object) -> Store:
-    """Return a Store, or the one at a URL or path, for the argument ``name``.
+    """Return the Store for the argument ``name``, which is a Store, or the URL or path of one.
 
     Raises:
-        ParamError: the value is neither.
+        ParamError: the value has another type.
         StoreError: there cannot be a Store at this URL.
     """
     if isinstance(value, str):
@@ -43,12 +43,12 @@ def store_at(name: str, value: object) -> Store:
 
 
 def __getattr__(name: str) -> object:
-    if name not in _SERVES:
+    if name not in _SCHEMES:
         raise AttributeError(f"module 'sparkhvd.store' has no attribute {name!r}")
     from sparkhvd.store.registry import backend_of  # noqa: PLC0415  (importing this module loads no Store)
 
-    return backend_of(_SERVES[name])
+    return backend_of(_SCHEMES[name])
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_SERVES])
+    return sorted([*globals(), *_SCHEMES])

@@ -10,7 +10,7 @@ from sparkhvd.errors import StoreError
 
 # The suffix of names of unfinished files; such names also start with a dot.
 UNFINISHED = ".unfinished"
-# Writers touch unfinished files more often than this; an older one belongs to a killed writer.
+# A writer finishes a file, or writes to it again, within this time; an older unfinished file is of a killed writer.
 LEFTOVER_SECONDS = 24 * 3600
 
 _RUNS = "runs"
@@ -18,7 +18,7 @@ _RUNS = "runs"
 
 @dataclass(frozen=True)
 class StoreFolders:
-    """The folders of a Store as names of its file system, without a trailing slash.
+    """The folders of a Store as locations in its file system, without a trailing slash.
 
     Attributes:
         root: the folder of everything except runs with a separate folder.
@@ -45,7 +45,7 @@ class StoreFolders:
         return f"{self.root}/{path}"
 
     def tops(self, path: str, url: str) -> list[tuple[str, str]]:
-        """Return the locations to list for ``path`` (``""`` for the whole Store), each with its Store path."""
+        """Return the locations to list for ``path`` (``""`` for the whole Store), each with its path in the Store."""
         if path:
             return [(self.of(path, url), path)]
         everything = [(self.root, "")]

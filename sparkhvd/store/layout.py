@@ -1,4 +1,4 @@
-"""The names of files and folders inside a Store. Every path that the library writes is built in this module.
+"""The names of files and folders inside a Store. Every folder that the library writes to is named in this module.
 
 ::
 
@@ -10,7 +10,7 @@
     alike/<digest>/<run id>                     runs of resume="auto" that differ only in their initial weights
     runs/<run id>/checkpoints/epoch-00003-by-00000002   the trainer's state after epoch 3 (epochs count from 0)
     runs/<run id>/checkpoints/epoch-00004-step-00000120-by-00000002     the same after 120 steps of epoch 4
-    runs/<run id>/history.json                  one record per epoch so far
+    runs/<run id>/history.json                  one record per completed epoch
     runs/<run id>/logs/train/..., validation    the same records for TensorBoard
     runs/<run id>/holders/...                   which fit trains the run: numbered claims, see estimators.runs.run_lease
     runs/<run id>/checkpoints/ended             the final state of a run that a callback ended
@@ -120,7 +120,7 @@ def run_folder(run_id: str) -> str:
 
 
 def auto_run(content: str, weights: str) -> str:
-    """Return the id of a run identified by its content: one digest without the initial weights, one with them."""
+    """Return the id of a run that is identified by its content: by digests without and with the initial weights."""
     return f"{_AUTO}{content[:24]}-{weights[:24]}"
 
 
@@ -135,7 +135,7 @@ def alike_path(run_id: str) -> str:
 
 
 def run_of_note(path: str) -> str:
-    """Return the run that the note at ``path`` is about."""
+    """Return the run to which the note at ``path`` refers."""
     return path.rpartition("/")[2]
 
 

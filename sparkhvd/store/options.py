@@ -13,13 +13,13 @@ _SERVER = re.compile(r"\[[0-9A-Fa-f:.]*\](:\d*)?|[^:@]*(@[^:@]*)?(:\d*)?")
 _SECRET_NAME = re.compile(
     r"key|secret|token|password|passwd|credential|connection_string|sas|auth(?!entication)", re.IGNORECASE
 )
-_SHORTEST_SECRET = 4  # replacing shorter texts would only garble messages
+_SHORTEST_SECRET = 4  # replacing shorter texts would garble messages
 
 
 class StorageOptions(Mapping[str, object]):
     """The options of a file system, such as ``{"key": ..., "secret": ..., "endpoint_url": ...}``.
 
-    A mapping that never shows its values: ``repr`` has only the names, and ``scrubbed`` removes secrets from other
+    This mapping never shows its values: ``repr`` contains only the names, and ``scrubbed`` removes secrets from other
     texts.
     """
 

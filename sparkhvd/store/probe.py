@@ -17,7 +17,7 @@ class StoreProbe:
     Attributes:
         store: the Store.
         folder: the folder of the token and of the answers to it.
-        token: the content, which a file of the same name on another machine would not have.
+        token: the content, which no file of the same name on another machine has.
     """
 
     store: Store

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Store(Protocol):
-    """A folder somewhere that the driver and every rank can reach. Paths are relative to ``url``, with ``/`` between.
+    """A folder that the driver and every rank can reach. Paths are relative to ``url`` and use ``/`` as the separator.
 
-    A Store is a small picklable value: it crosses process boundaries and opens connections where it is used.
-    All methods raise ``StoreError`` naming the full URL; a path with ``..`` or a leading ``/`` is refused.
+    A Store is a small picklable value: it crosses process boundaries and opens connections where it is used. All
+    methods raise a ``StoreError`` that names the full URL. They refuse a path with ``..`` or a leading ``/``.
     """
 
     @staticmethod
@@ -25,8 +25,8 @@ class Store(Protocol):
         """Return the Store at a URL, an instance of the class for its scheme.
 
         Args:
-            url: such as ``file:///data/store``, or a plain path. The driver, the executors and the ranks must all
-                reach the same files by it.
+            url: a URL such as ``file:///data/store``, or a path. The driver, the executors and the ranks must reach
+                the same files through it.
             options: further arguments of that class.
 
         Raises:
@@ -46,7 +46,7 @@ class Store(Protocol):
 
     @property
     def train_path(self) -> str | None:
-        """Return the URL of existing rows to train on, for ``at``; None if it was not set."""
+        """Return the URL of existing rows to train on; None if it was not set."""
 
     @property
     def val_path(self) -> str | None:
@@ -80,7 +80,7 @@ class Store(Protocol):
         """Return options for Spark's readers and writers with the access settings of this Store."""
 
     def with_spark_settings(self, settings: Mapping[str, str]) -> Store:
-        """Return this Store with missing options taken from Hadoop's settings (``fs.s3a.access.key``...)."""
+        """Return this Store with missing options filled in from Hadoop's settings (``fs.s3a.access.key``...)."""
 
     def arrow(self, path: str) -> tuple[fs.FileSystem, str]:
         """Return an Arrow file system and the path in it, for fast reads (memory-mapped for local files)."""

@@ -1,4 +1,4 @@
-"""The table of Store classes by URL scheme, as strings that are resolved on use.
+"""The table of Store classes by URL scheme, as strings that are imported on use.
 
 Other packages add classes by entry points, see ``sparkhvd._util.registry``.
 """
@@ -25,7 +25,7 @@ class StoreEntry:
 
     Attributes:
         target: ``"module:Class"``; the class is called with the URL and the options of ``Store.create``.
-        missing: the advice for a missing package: what to install.
+        missing: the advice if a package is missing.
     """
 
     target: str

@@ -13,7 +13,7 @@ from sparkhvd.errors import StoreError
 
 # Content up to this size is buffered in memory, larger content in an unnamed temporary file.
 SPOOL_BYTES = 32 * 1024 * 1024
-# The buffer size of a reader, so that small reads do not become one request each.
+# The buffer size of a reader, so that not every small read is a request.
 READ_AHEAD_BYTES = 1024 * 1024
 
 
@@ -29,7 +29,7 @@ class Ranges(Protocol):
 
 
 class RangeReader(io.RawIOBase):
-    """A seekable, read-only file over ``Ranges``. A read never returns less than the file has: it raises instead."""
+    """A seekable, read-only file over ``Ranges``. A read returns all requested bytes that the file has, or raises."""
 
     def __init__(self, ranges: Ranges) -> None:
         self._ranges = ranges
@@ -74,7 +74,7 @@ class RangeReader(io.RawIOBase):
 
 
 class SpooledFile(io.RawIOBase):
-    """A new file that buffers its content locally. ``close`` passes it to ``commit``; an error in ``with`` discards it.
+    """A new file with a local buffer. ``close`` passes the content to ``commit``; an error in ``with`` discards it.
 
     Because of the buffer, a retry can send the content again, and a killed writer leaves no partial file.
     """

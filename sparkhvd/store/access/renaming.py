@@ -1,4 +1,4 @@
-"""Exclusive renames on file systems without links."""
+"""Exclusive renames on file systems that have neither links nor exclusive renames."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from pathlib import Path
 from sparkhvd.deadline import Deadline
 
 _CLAIM_SECONDS = 60.0  # longer than checking and renaming take
-_POLL_SECONDS = 0.05  # polled, because nothing reports the removal of a folder
+_POLL_SECONDS = 0.05  # nothing reports the removal of a folder
 
 
 def rename_once(temporary: Path, target: Path) -> None:
-    """Rename a file to an unused name, on file systems without links and exclusive renames.
+    """Rename a file to an unused name.
 
     Only one writer can create the folder ``.<name>.claim``; that writer checks the name and renames the file. The claim
     of a killed writer is removed after a minute.
 
     Raises:
         FileExistsError: the name exists.
-        DeadlineExceededError: other writers keep claiming the name.
+        DeadlineExceededError: other writers kept claiming the name.
     """
     claim = target.with_name(f".{target.name}.claim")
     deadline = Deadline.after(3 * _CLAIM_SECONDS)

@@ -1,4 +1,4 @@
-"""Retries of transient errors, with growing pauses, until a deadline."""
+"""Retries after transient errors, with growing pauses, until a deadline."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 
 _FIRST_PAUSE = 0.1
 _LONGEST_PAUSE = 5.0
-# Errors that a retry cannot change. Every other OSError is treated as a disturbance of the connection.
+# Errors that a retry cannot change. Every other OSError counts as a transient failure of the connection.
 _PERMANENT = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
 _PERMANENT_ERRNOS = frozenset(
     {
@@ -56,7 +56,7 @@ def with_retries(
     Args:
         action: called with the number of the attempt, from 0.
         should_retry: returns whether to retry after an error.
-        deadline: no attempt begins after it; the last error is then raised, with a note of the attempts.
+        deadline: no attempt begins after it; the last error is then raised, with a note of the number of attempts.
         what: names the action in the log.
         pause: sleeps for a number of seconds.
     """

@@ -1,4 +1,4 @@
-"""A Store on any file system that fsspec supports; Stores with special needs derive from this one."""
+"""A Store on any file system that fsspec supports; the Stores of S3 and HDFS derive from it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-SILENCE_SECONDS = 60.0  # seconds without progress after which a call is abandoned
+SILENCE_SECONDS = 60.0  # how long a call may take, in addition to the time for its transfer
 _SLOWEST = 1e6  # bytes per second; a slower transfer counts as stalled
 # A client without a time limit per call switches servers by itself before it fails: HDFS's tries three data nodes.
 _SERVERS_TRIED = 3
@@ -56,9 +56,9 @@ _HADOOP_SCHEMES = frozenset({"hdfs", "viewfs", "gs", "abfs", "abfss", "wasb", "w
 class FilesystemStore(Store):
     """A Store at any URL that fsspec opens: ``gs://``, ``abfss://``, ``memory://`` and more.
 
-    A file appears all at once, because it is sent as a whole on close. ``publish`` uses the exclusive write of the
+    A file appears all at once, because it is sent as a whole on ``close``. ``publish`` uses the exclusive write of the
     file system, which excludes writers on other machines if the file system supports that (GCS, ADLS). If fsspec has no
-    exclusive write for a file system (SFTP, FTP, SMB, WebHDFS), files there can be read but not written.
+    exclusive write for a file system (SFTP, FTP, SMB, WebHDFS), its files can be read but not written.
 
     Attributes:
         prefix_path: the URL of the folder. None makes the Store the deepest folder that contains all the paths below.
@@ -67,8 +67,8 @@ class FilesystemStore(Store):
         test_path: existing Parquet files to test on.
         runs_path: the folder of the runs, if it is not ``runs`` below the Store's folder.
         save_runs: whether checkpoints are kept.
-        storage_options: the options with which fsspec opens the file system. The values are never shown or written.
-        retry_seconds: how long an operation is retried when the connection or the server fails.
+        storage_options: the options with which fsspec opens the file system. The values are never shown or stored.
+        retry_seconds: how long an operation is retried if the connection or the server fails.
 
     Raises:
         StoreError: the URL names no folder, contains credentials, or has a scheme that no file system serves.
@@ -126,7 +126,7 @@ class FilesystemStore(Store):
         return self._do("look up", location, look)
 
     def open(self, path: str, mode: Literal["rb", "wb"]) -> BinaryIO:
-        """Open a file to read, or a new one that replaces ``path`` on ``close``; an error inside ``with`` drops it."""
+        """Open a file to read, or a new one that replaces ``path`` on ``close``; an error in ``with`` discards it."""
         location = self._folders.of(path, self.url)
         if mode == "rb":
             return io.BufferedReader(self._open_reader(location), READ_AHEAD_BYTES)
@@ -139,16 +139,16 @@ class FilesystemStore(Store):
     def list(self, path: str) -> list[str]:
         """List all files below ``path`` (``""`` for the whole Store), sorted, without files still being written."""
         names = set()
-        for top, stands_for in self._folders.tops(path, self.url):
+        for top, store_path in self._folders.tops(path, self.url):
             for location in self._do("list", top, partial(self._find, top)):
                 inside = location.removeprefix(top).lstrip("/")
-                names.add("/".join(part for part in (stands_for, inside) if part))
+                names.add("/".join(part for part in (store_path, inside) if part))
         return sorted(name for name in names if not name.endswith((UNFINISHED, "/")))
 
     def publish(self, path: str, content: bytes) -> None:
         location = self._folders.of(path, self.url)
 
-        name = uuid.uuid4().hex  # identifies this write: an attempt whose response was lost may have succeeded
+        name = uuid.uuid4().hex  # identifies this write, because an attempt may succeed although its response is lost
 
         def write(attempt: int) -> None:
             filesystem = self._filesystem()
@@ -292,13 +292,13 @@ class FilesystemStore(Store):
             return []
 
     def _remove(self, filesystem: Any, location: str) -> None:
-        # fsspec would read a star or bracket in the name as a pattern.
+        # fsspec would treat a star or bracket in the name as a pattern.
         filesystem.rm(glob.escape(location), recursive=True, **self._limit(filesystem))
 
     # The methods below are common to all file systems.
 
     def _refuse_to_write_in_pieces(self, filesystem: Any) -> None:
-        """Refuse to write with fsspec's generic methods, which show half-written files and replace existing ones."""
+        """Refuse to write with fsspec's generic methods, which expose half-written files and replace existing ones."""
         kind = type(filesystem)
         if filesystem.async_impl:
             is_generic = kind._pipe_file is AsyncFileSystem._pipe_file  # noqa: SLF001  (the method that backends override)
@@ -312,7 +312,7 @@ class FilesystemStore(Store):
             )
 
     def _limit(self, filesystem: Any, size: int = 0) -> dict[str, float]:
-        """Return the time limit argument for file systems that otherwise wait forever for a silent server."""
+        """Return the argument for a time limit, for file systems that otherwise wait forever for a silent server."""
         return {"timeout": _seconds(size)} if filesystem.async_impl else {}
 
     def _bounded(self, action: Callable[[int], Result], size: int, attempt: int) -> Result:

@@ -64,7 +64,7 @@ class HDFSStore(FilesystemStore):
         host: the name node or name service, which replaces the one in the URL; ``"default"`` keeps the URL's.
         port: the name node's port; None or 0 for a name service.
         user: the user on a cluster without Kerberos. The client takes the user of all connections from the environment
-            variable ``HADOOP_USER_NAME``; this argument only checks that the variable has this value.
+            variable ``HADOOP_USER_NAME`` (by default, the login name); this argument only checks that it is this user.
         kerb_ticket: the Kerberos ticket cache to use.
         driver: must be None. In Horovod, it chooses the client; sparkhvd has only one.
         extra_conf: Hadoop settings for the client, such as ``dfs.ha.namenodes.<name service>``.
@@ -141,9 +141,7 @@ class HDFSStore(FilesystemStore):
         return filesystem
 
     def _is_transient(self, error: Exception) -> bool:
-        if isinstance(
-            error, RuntimeError
-        ):  # the client raises RuntimeError for errors without a Python type of their own
+        if isinstance(error, RuntimeError):  # the client's type for errors without a Python type of their own
             return bool(_TRANSIENT.search(str(error)))
         return is_transient(error)
 
@@ -218,7 +216,7 @@ def _hdfs_url(path: str | None, authority: str) -> str | None:
 
 
 def _hidden(location: str) -> str:
-    """Return a new hidden name: an earlier attempt may have created its file although its response was lost."""
+    """Return a new hidden name, because an earlier attempt may have created its file although its response was lost."""
     return f"{location.rpartition('/')[0]}/.{uuid.uuid4().hex}{UNFINISHED}"
 
 

@@ -29,7 +29,7 @@ T = TypeVar("T")
 _TRIES = 100
 _NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.ENOSYS})
 _NO_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.ENOSYS})
-_RACED = frozenset({errno.ENOENT, errno.ENOTEMPTY, errno.EISDIR, None})
+_RACE_ERRNOS = frozenset({errno.ENOENT, errno.ENOTEMPTY, errno.EISDIR, None})
 
 
 @dataclass(frozen=True)
@@ -41,15 +41,15 @@ class LocalStore(Store):
     blobfuse) use a folder that only one writer can create instead.
 
     Attributes:
-        prefix_path: the folder, as a path (relative ones are resolved now, on the driver) or a ``file://`` URL, which
-            is taken literally, without percent-decoding, as Spark does. The first file creates a missing folder.
-            None makes the Store the deepest folder that contains all the paths below.
+        prefix_path: the folder, as a path or a ``file://`` URL. A relative path is resolved when the Store is created.
+            A URL is read literally, without percent-decoding, as in Spark. A missing folder is created with its first
+            file. None makes the Store the deepest folder that contains all the paths below.
         train_path: existing Parquet files to train on, for ``fit_on_parquet``.
         val_path: existing Parquet files to validate on.
         test_path: existing Parquet files to test on.
         runs_path: the folder of the runs, if it is not ``runs`` below the Store's folder.
         save_runs: whether checkpoints are kept.
-        storage_options: must be empty, because a folder needs none.
+        storage_options: must be empty, because a folder needs no options.
 
     Raises:
         StoreError: there are storage options, the path is a file, or the folder can be neither used nor created.
@@ -82,7 +82,7 @@ class LocalStore(Store):
                 raise StoreError(
                     f"file://{folder} is a file, but a Store needs a folder. Pass another path, or remove the file."
                 )
-            with _reporting("use the folder", f"file://{folder}"), _made(Path(folder)):
+            with _reporting("use the folder", f"file://{folder}"), _temporarily_created(Path(folder)):
                 if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
                     raise StoreError(
                         f"The Store file://{folder} is not readable and writable for this user; choose another folder."
@@ -98,28 +98,28 @@ class LocalStore(Store):
         return f"file://{self.root}"
 
     def exists(self, path: str) -> bool:
-        with _reporting("look up", self._shown(path)):
+        with _reporting("look up", self._url_of(path)):
             return os.path.lexists(self._file(path))
 
     def open(self, path: str, mode: Literal["rb", "wb"]) -> BinaryIO:
-        """Open a file to read, or a new one that replaces ``path`` on ``close``; an error inside ``with`` drops it."""
+        """Open a file to read, or a new one that replaces ``path`` on ``close``; an error in ``with`` discards it."""
         target = self._file(path)
-        with _reporting("open", self._shown(path)):
+        with _reporting("open", self._url_of(path)):
             if mode == "rb":
                 return target.open("rb")
             if mode == "wb":
-                return _retry_if_folder_vanishes(lambda: _UnfinishedFile(_with_folder(target), self._shown(path)))
-        raise StoreError(f"Cannot open {self._shown(path)} with mode {mode!r}; a Store supports 'rb' and 'wb'.")
+                return _retry_if_folder_vanishes(lambda: _UnfinishedFile(_with_folder(target), self._url_of(path)))
+        raise StoreError(f"Cannot open {self._url_of(path)} with mode {mode!r}; a Store supports 'rb' and 'wb'.")
 
     def list(self, path: str) -> list[str]:
         """List all files below ``path`` (``""`` for the whole Store), sorted, without files still being written."""
         names = set()
-        for top, stands_for in self._folders.tops(path, self.url):
+        for top, store_path in self._folders.tops(path, self.url):
             if path and Path(top).is_file():
                 return [path]
             with _reporting("list", f"file://{top}"):
                 names |= {
-                    Path(stands_for, file.relative_to(top)).as_posix()
+                    Path(store_path, file.relative_to(top)).as_posix()
                     for file in files_below(Path(top))
                     if not file.name.endswith(UNFINISHED)
                 }
@@ -127,12 +127,12 @@ class LocalStore(Store):
 
     def publish(self, path: str, content: bytes) -> None:
         target = self._file(path)
-        with _reporting("publish", self._shown(path)):
+        with _reporting("publish", self._url_of(path)):
             try:
                 _retry_if_folder_vanishes(lambda: self._publish(_with_folder(target), content))
             except FileExistsError as error:
                 raise StoreError(
-                    f"Cannot publish {self._shown(path)}: it exists already, and published files are never changed. "
+                    f"Cannot publish {self._url_of(path)}: it exists already, and published files are never changed. "
                     "Use another id, or delete it first."
                 ) from error
             with suppress(FileNotFoundError):  # another process has already removed it
@@ -141,11 +141,11 @@ class LocalStore(Store):
 
     def delete(self, path: str) -> None:
         target = self._file(path)
-        with _reporting("delete", self._shown(path)), suppress(FileNotFoundError):
+        with _reporting("delete", self._url_of(path)), suppress(FileNotFoundError):
             _remove(target)
 
     def spark_url(self, path: str) -> str:
-        return self._shown(path)
+        return self._url_of(path)
 
     def spark_options(self) -> dict[str, str]:
         return {}
@@ -167,7 +167,7 @@ class LocalStore(Store):
     def _file(self, path: str) -> Path:
         return Path(self._folders.of(path, self.url))
 
-    def _shown(self, path: str) -> str:
+    def _url_of(self, path: str) -> str:
         return f"file://{self._file(path)}"
 
     def _publish(self, target: Path, content: bytes) -> None:
@@ -260,11 +260,11 @@ def absolute_path(path_or_url: str) -> str:
 
 
 def files_below(top: Path) -> Iterator[Path]:
-    """Yield all regular files below a folder, also through links; a link to a folder above it is skipped."""
+    """Yield all regular files below a folder, also through links; links to a folder above themselves are skipped."""
     for folder, folders, names in os.walk(top, onerror=_raise_unless_missing, followlinks=True):
-        here = Path(folder)
-        folders[:] = [name for name in folders if not _is_loop(here / name)]
-        yield from (file for name in names if (file := here / name).is_file())
+        parent = Path(folder)
+        folders[:] = [name for name in folders if not _is_loop(parent / name)]
+        yield from (file for name in names if (file := parent / name).is_file())
 
 
 def _is_loop(folder: Path) -> bool:
@@ -272,7 +272,7 @@ def _is_loop(folder: Path) -> bool:
 
 
 def _retry_if_folder_vanishes(write: Callable[[], T]) -> T:
-    """Retry a write when other processes removed the folder meanwhile."""
+    """Retry a write if another process removes the folder meanwhile."""
     for _ in range(_TRIES - 1):
         with suppress(FileNotFoundError):
             return write()
@@ -289,7 +289,7 @@ def _remove(target: Path) -> None:
                 target.unlink()
         except OSError as error:
             # rmtree raises an error without errno when another process has replaced a folder.
-            if error.errno not in _RACED or attempt == _TRIES - 1:
+            if error.errno not in _RACE_ERRNOS or attempt == _TRIES - 1:
                 raise
         if not os.path.lexists(target):
             return
@@ -319,7 +319,7 @@ def _remove_leftovers(folder: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make a new name durable where folders can be synced: POSIX stores names in the folder, not in the file."""
+    """Make a new name durable if the folder can be synced: POSIX stores names in the folder, not in the file."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -331,8 +331,8 @@ def _sync_folder(folder: Path) -> None:
 
 
 @contextmanager
-def _made(folder: Path) -> Iterator[None]:
-    """Create a temporary folder; on exit, remove the folders that it created, unless others use them."""
+def _temporarily_created(folder: Path) -> Iterator[None]:
+    """Create a folder; on exit, remove the created folders unless others use them."""
     missing = [location for location in (folder, *folder.parents) if not location.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     try:

@@ -23,7 +23,7 @@ from sparkhvd.errors import StoreError
 from sparkhvd.store.access.retry import is_transient
 from sparkhvd.store.backends.filesystem import FilesystemStore
 
-# Every request has a time limit: these hold unless config_kwargs in storage_options has the same name.
+# Defaults that bound every request; config_kwargs in storage_options takes precedence.
 _CLIENT_DEFAULTS: Mapping[str, Any] = {
     "connect_timeout": 10,
     "read_timeout": 30,
@@ -35,8 +35,8 @@ _CREDENTIALS_COME_FROM = (
     "and AWS_SECRET_ACCESS_KEY in the environment of the driver and all executors"
 )
 _WRITING = "sparkhvd-writing"  # metadata that identifies the writer of a file
-_PARTS_TRIED = 2  # attempts of s3fs for one part of a large file, before the Store retries the whole file
-_TOO_EARLY = frozenset({408, 409, 425, 429})  # statuses below 500 after which a request may be retried
+_REQUEST_ATTEMPTS = 2  # of s3fs, for example for one part of a large file, before the Store retries the operation
+_RETRYABLE_STATUSES = frozenset({408, 409, 425, 429})  # those below 500
 # Operations whose responses always have content; the client takes an empty response for an empty list or a success.
 _ANSWERED_WITH_CONTENT = frozenset(
     {"ListObjects", "ListObjectsV2", "DeleteObjects", "CopyObject", "CreateMultipartUpload", "CompleteMultipartUpload"}
@@ -47,7 +47,7 @@ _ALREADY_DELETED = frozenset({"NoSuchKey", "NoSuchVersion"})
 class S3Store(FilesystemStore):
     """A Store at ``s3://bucket/folder``; ``s3a://`` and ``s3n://`` mean the same.
 
-    A file is sent as a whole and appears when it is complete; ``publish`` uses S3's conditional write.
+    A file appears all at once, when it is complete. ``publish`` uses S3's conditional write.
 
     Args:
         prefix_path: the folder; None if ``train_path`` and the other paths are enough.
@@ -85,7 +85,7 @@ class S3Store(FilesystemStore):
         options = dict(self.storage_options or {})
         options["config_kwargs"] = {**_CLIENT_DEFAULTS, **options.get("config_kwargs", {})}
         filesystem = _S3FileSystem(**{"use_listings_cache": False, **options}, skip_instance_cache=True)
-        filesystem.retries = _PARTS_TRIED
+        filesystem.retries = _REQUEST_ATTEMPTS
         return filesystem
 
     def _create(self, filesystem: Any, location: str, content: bytes, name: str) -> None:
@@ -108,7 +108,7 @@ class S3Store(FilesystemStore):
         answer = error if isinstance(error, ClientError) else error.__cause__
         if isinstance(answer, ClientError):
             status = int(answer.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-            return status >= 500 or status in _TOO_EARLY
+            return status >= 500 or status in _RETRYABLE_STATUSES
         # The errors of the HTTP client, such as that of a body that ends too early. s3fs itself tries only twice.
         if isinstance(error, s3fs.core.S3_RETRYABLE_ERRORS):
             return True
@@ -146,9 +146,9 @@ def _raise_failed_deletions(parsed: Mapping[str, Any], **_: object) -> None:
         raise kind(f"{reason} (file {first.get('Key')})")
 
 
-# Spark's name below fs.s3a. -> our storage option, for options that are text on both sides.
+# The storage option for each of Spark's settings below fs.s3a., for options that are text on both sides.
 _NAMES = {"access.key": "key", "secret.key": "secret", "session.token": "token", "endpoint": "endpoint_url"}
-# Options that identify the user; credentials from two sources must not be mixed. The last three are s3fs's own.
+# Options that identify the user; credentials from two sources must not be mixed. The last three are in client_kwargs.
 _CREDENTIALS = frozenset(
     {"key", "secret", "token", "anon", "profile", "session", "username", "password"}
     | {"aws_access_key_id", "aws_secret_access_key", "aws_session_token"}
