@@ -21,7 +21,7 @@ class SuccessiveHalving:
 
     Attributes:
         min_epochs: epochs of the first rung.
-        factor: the ratio of the epochs, and of the numbers of trials, of consecutive rungs.
+        factor: the ratio between consecutive rungs, of their epochs and of their numbers of trials.
 
     Raises:
         ParamError: ``min_epochs`` or ``factor`` is too small or not an integer.
@@ -52,7 +52,7 @@ class Ladder:
     """Decides which trial is promoted to the next rung.
 
     Args:
-        rungs: number of rungs; a trial that reaches the last one is complete.
+        rungs: the number of rungs; a trial that reaches the last one is complete.
         factor: see ``SuccessiveHalving``.
     """
 
@@ -74,14 +74,14 @@ class Ladder:
         """Return a trial to promote and its next rung, the highest possible; None if no trial can be promoted.
 
         Args:
-            is_closed: whether no trial runs and none will start. Then the best trial is promoted up to the last rung,
-                even from rungs with fewer than ``factor`` trials.
+            is_closed: whether no trial runs and none will start. Then the best trial is promoted, in the end to the
+                last rung, even from rungs with fewer than ``factor`` trials.
         """
         for rung in reversed(range(len(self._scores) - 1)):
             promoted = self._promote(rung, len(self._scores[rung]) // self._factor)
             if promoted is not None:
                 return promoted
-        if is_closed:  # only now: a better trial may have been on a lower rung
+        if is_closed:  # not earlier, because a better trial may be on a lower rung
             for rung in reversed(range(len(self._scores) - 1)):
                 if self._scores[rung]:
                     return self._promote(rung, 1)

@@ -1,4 +1,4 @@
-"""Which trials of a search are the best."""
+"""The best trials of a search."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ RUN_ID = "sparkhvd:run_id"
 
 
 def best_trials(trials: Iterable[optuna.trial.FrozenTrial], signs: Sequence[int]) -> list[optuna.trial.FrozenTrial]:
-    """Return the best trial that a search completed; for several metrics, those that no other one surpasses in all.
+    """Return the best completed trial of a search; with several metrics, the trials that no other trial dominates.
 
-    The first of equal trials counts.
+    A trial dominates another if none of its metrics is worse and one is better. Of equal trials, the first counts.
 
     Args:
         trials: all trials of the study, by number.
@@ -26,8 +26,8 @@ def best_trials(trials: Iterable[optuna.trial.FrozenTrial], signs: Sequence[int]
         if trial.state.name == "COMPLETE" and RUN_ID in trial.user_attrs:
             scores = tuple(sign * value for sign, value in zip(signs, trial.values, strict=True))
             scored.setdefault(scores, trial)
-    return [trial for scores, trial in scored.items() if not any(_surpasses(other, scores) for other in scored)]
+    return [trial for scores, trial in scored.items() if not any(_dominates(other, scores) for other in scored)]
 
 
-def _surpasses(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
+def _dominates(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
     return one != other and all(a <= b for a, b in zip(one, other, strict=True))

@@ -1,4 +1,4 @@
-"""Reports of a fit's epochs to a trial of Optuna."""
+"""Reports of a fit's epochs to an Optuna trial."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ if TYPE_CHECKING:
 
 
 class SearchArgumentError(ParamError):
-    """An argument of a search is wrong for every trial: the space, or a metric that no epoch reports."""
+    """An argument of a search cannot work for any trial: the space, or a metric that no epoch reports."""
 
 
 class TrialReports:
-    """Reports a metric to a trial after every epoch, and ends the training if the study's pruner says so.
+    """Reports a metric to a trial after every epoch, and ends the training if the study's pruner prunes the trial.
 
-    It is the ``epoch_callback`` of the trial's fit. With several metrics, which Optuna cannot prune by, it reports
-    nothing.
+    Pass it as the ``epoch_callback`` of the trial's fit. With several metrics it reports nothing, because Optuna cannot
+    prune by several metrics.
 
     Args:
         trial: the trial.
         metrics: the metrics that the study optimizes, by the names that ``EarlyStopping`` uses, such as ``val_loss``.
 
     Attributes:
-        last: the metrics of the last epoch; empty before the first one.
+        last: the metrics of the last epoch that counts; empty before the first one.
         is_pruned: whether the pruner has ended the training.
 
     Examples:
@@ -41,11 +41,11 @@ class TrialReports:
         self._trial = trial
         self._metrics = metrics or ("val_loss",)
         self.last: tuple[float, ...] = ()
-        self._epochs: set[int] = set()  # reported; a fit that resumes its run reports earlier ones again
+        self._epochs: set[int] = set()  # those already reported; a resumed run reports earlier epochs again
         self.is_pruned = False
 
     def __call__(self, epoch: int, values: Mapping[str, float]) -> bool:
-        """Report an epoch; return whether the trial is pruned. Epochs without validation do not count.
+        """Report an epoch; return whether the trial is pruned. A validation metric ignores epochs without validation.
 
         Raises:
             ParamError: an epoch does not have the metric.
@@ -82,7 +82,7 @@ def _is_validation(name: str) -> bool:
 
 
 def metrics_of(values: Mapping[str, float], names: Sequence[str]) -> tuple[float, ...]:
-    """Return metrics of an epoch by name.
+    """Return the metrics of an epoch with these names.
 
     Raises:
         SearchArgumentError: the epoch does not have a metric.

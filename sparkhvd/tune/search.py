@@ -64,7 +64,7 @@ class SearchResult:
 
     @property
     def best_value(self) -> float:
-        """Return the metric of ``best_model``; the first one if there are several."""
+        """Return the metric of ``best_model``; the first metric if there are several."""
         return float(self.best_trial.values[0])
 
 
@@ -87,29 +87,29 @@ def minimize(
 ) -> SearchResult:
     """Search the parameters of an estimator for the smallest value of a metric.
 
-    The rows are prepared once. Every trial is a fit with a run of its own in the estimator's Store; its epochs are
-    reported to Optuna while it trains, and a pruned trial ends after the epoch. A trial that fails is logged with its
-    reason, and the search continues. A call with the ``storage`` and ``study_name`` of a search that was killed
+    The rows are prepared once. Every trial is a fit with a run of its own in the estimator's Store. Its epochs are
+    reported to Optuna while it trains, and a pruned trial ends after the epoch. The failure of a trial is logged with
+    its reason, and the search continues. A call with the ``storage`` and ``study_name`` of an interrupted search
     continues it: interrupted trials resume from their last checkpoints.
 
     Args:
         estimator: the estimator, with a Store.
         df: the rows.
-        space: gets the trial and returns parameters of the estimator by name, such as
+        space: a function that takes the trial and returns parameters of the estimator by name, such as
             ``{"batch_size": trial.suggest_int("batch_size", 16, 128)}``.
-        n_trials: number of trials of the study, including those of an earlier call.
-        metric: the metric of the trained model, named as in ``EarlyStopping``; several are optimized together.
-        parallelism: number of trials at the same time. They wait for each other if there are not enough slots.
+        n_trials: the number of trials of the study, including those of earlier calls.
+        metric: the metric of the trained model, named as in ``EarlyStopping``; several metrics are optimized together.
+        parallelism: the number of trials that run at the same time. They wait for each other if slots are short.
         storage: the storage in which Optuna keeps the study, such as ``sqlite:///search.db``; None keeps it in memory.
-        study_name: name of the study, which also names the runs; needed with ``storage``.
+        study_name: the name of the study, with which the ids of its runs begin; needed with ``storage``.
         sampler: Optuna's sampler; None means its default.
         pruner: Optuna's pruner; None means its default.
-        halving: train all trials for a few epochs and only the best of them further; None trains all to the end.
+        halving: trains all trials for a few epochs, and only the best of them further; None trains all to the end.
         timeout: seconds, counted after the rows are prepared, after which no further trial starts; None sets no limit.
         keep_runs: whether the Store keeps the runs of all trials; False keeps the runs of the best trials.
 
     Raises:
-        ParamError: an argument or a parameter of the estimator is refused, or an epoch has no such metric.
+        ParamError: an argument or a parameter of the estimator cannot work, or an epoch does not report the metric.
         SearchError: no trial completed.
         SparkHvdError: the rows cannot be prepared.
 

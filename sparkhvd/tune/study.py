@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Direction = Literal["minimize", "maximize"]
 
-_MARK = "sparkhvd:"  # begins the names of what this package keeps in a study
+_MARK = "sparkhvd:"  # the prefix of this package's attributes in a study
 _RUNS = f"{_MARK}runs"
 
 _LONGEST_END = "-0123abcd-1234567"  # of a run's id, after the name of its study
@@ -29,7 +29,7 @@ _LONGEST_END = "-0123abcd-1234567"  # of a run's id, after the name of its study
 
 @dataclass(frozen=True)
 class StudySettings:
-    """The arguments of a search that Optuna takes."""
+    """The arguments of a search that are passed to Optuna."""
 
     storage: str | optuna.storages.BaseStorage | None
     name: str | None
@@ -38,7 +38,7 @@ class StudySettings:
 
     @contextmanager
     def opened(self, directions: Sequence[Direction]) -> Iterator[optuna.Study]:
-        """Create the study, or load it if the storage has it; close connections to a database at the end.
+        """Create the study, or load it if the storage contains it; close connections to a database at the end.
 
         Raises:
             ParamError: the storage needs a name, or its study has other directions.
@@ -107,7 +107,7 @@ def check_name(name: str) -> None:
 
 @contextmanager
 def held(store: Store, study_name: str) -> Iterator[None]:
-    """Hold a study within the context, so that its running trials are known to be those of a killed search.
+    """Hold a study inside ``with``, so that trials that still run in it must be those of a killed search.
 
     Raises:
         ParamError: another search holds it.
@@ -121,14 +121,14 @@ def held(store: Store, study_name: str) -> Iterator[None]:
 
 
 def run_prefix(study: optuna.Study) -> str:
-    """Return the beginning of the ids of a study's runs, which no other study of the same name has."""
+    """Return the prefix of the ids of a study's runs, which differs between studies of the same name."""
     prefix: str = study.user_attrs.get(_RUNS) or f"{study.study_name}-{uuid.uuid4().hex[:8]}"
     study.set_user_attr(_RUNS, prefix)
     return prefix
 
 
 def seed_of(study: optuna.Study, own: int | None) -> int:
-    """Return the seed of all trials, so that they differ in their parameters only, even after a restart."""
+    """Return the seed of all trials, so that they differ only in their parameters, even after a restart."""
     if own is not None:
         return own
     stored: int | None = study.user_attrs.get(f"{_MARK}random_seed")  # kept by check_comparable

@@ -39,11 +39,11 @@ logger = logging.getLogger(__name__)
 
 Space = Callable[["optuna.Trial"], Mapping[str, object]]
 
-_ERROR = "sparkhvd:error"  # the attribute with the reason of a failed trial; an interrupted trial has none
+_ERROR = "sparkhvd:error"  # the attribute with the reason of a failure; an interrupted trial has none
 _ERROR_LIMIT = 2000
 _POLL_SECONDS = 0.5
-_WORDS = {"COMPLETE": "completed", "PRUNED": "was pruned", "FAIL": "failed"}
-# The trials share the rows, so these parameters are set once, on the estimator.
+_OUTCOMES = {"COMPLETE": "completed", "PRUNED": "was pruned", "FAIL": "failed"}
+# The trials share the rows, so these parameters are set on the estimator only.
 _ROW_PARAMETERS = ("data", "validation", "compress_sparse_cols", "partitions_per_process", "keep_data")
 _SHARED_PARAMETERS = ("store", "run_id", "resume", "epoch_callback", *_ROW_PARAMETERS)
 
@@ -95,7 +95,7 @@ class Trials:
         metrics: the metrics that the study optimizes.
         spark: the session.
         prefix: the beginning of the ids of the runs.
-        halving: decides how long each trial is trained; None trains all of them to the end.
+        halving: determines how long each trial is trained; None trains all of them to the end.
         keep_runs: whether the runs of all trials are kept.
     """
 
@@ -126,18 +126,18 @@ class Trials:
         self._rungs = (epochs,) if halving is None else halving.rungs(epochs)
         self._shared = _SHARED_PARAMETERS if halving is None else (*_SHARED_PARAMETERS, "epochs")
         self._stops = threading.Event()
-        self._changed = threading.Condition()  # guards the fields below, and the ends of trials
+        self._changed = threading.Condition()  # guards the fields below, and the end of a trial
         self._ladder = Ladder(len(self._rungs), 2 if halving is None else halving.factor)
         self._left = 0  # the number of trials that have not started
         self._running = 0  # the number of attempts in progress
-        self._resting: dict[int, Attempt] = {}  # the last attempts of trials that may be promoted, by number
+        self._paused: dict[int, Attempt] = {}  # the last attempts of trials that may be promoted, by number
         self._models: dict[int, TrainedModel] = {}  # of the best trials so far, by number
         self._signs = [1 if direction.name == "MINIMIZE" else -1 for direction in study.directions]
         self._earlier: dict[int, DistributedEstimator] = {}  # of the best trials of an earlier search, by number
         self._kept = {trial.number: trial.user_attrs[RUN_ID] for trial in self.best()}
 
     def resume_interrupted(self) -> None:
-        """Put the trials that an earlier search did not end back into the queue, with their runs.
+        """Enqueue the interrupted trials of an earlier search again, with their runs.
 
         Raises:
             ParamError: the best model of the earlier search cannot be loaded.
@@ -163,11 +163,11 @@ class Trials:
             logger.info("trial %d was interrupted; its run %s is resumed", trial.number, run_id)
 
     def run(self, limits: Limits) -> None:
-        """Run trials until their number or the time is reached.
+        """Run trials until their number or the time limit is reached.
 
         Raises:
             ParamError: an epoch does not report a metric.
-            SparkHvdError: the session was stopped.
+            Exception: the error of a trial after the session was stopped.
         """
         self._left = limits.trials - sum(map(_has_ended, self._trials()))
         tag = new_tag()
@@ -181,10 +181,10 @@ class Trials:
         except BaseException:
             self._stops.set()
             cancel(self._spark, tag, in_background(lambda: wait(threads), "sparkhvd-search-end"))
-            for attempt in self._resting.values():
+            for attempt in self._paused.values():
                 self._interrupt(attempt)
             raise
-        for attempt in self._resting.values():
+        for attempt in self._paused.values():
             self._end(attempt, "PRUNED")
 
     def best_models(self) -> dict[int, TrainedModel]:
@@ -224,16 +224,14 @@ class Trials:
                     self._changed.notify_all()
 
     def _next(self, end: Deadline) -> Attempt | None:
-        """Return a trial that is promoted, or else a new one; None when the search is over."""
+        """Return a promoted trial, or else a new one; None when the search is over."""
         with self._changed:
             while not self._stops.is_set():
                 starts = self._left > 0 and not end.expired()
                 promoted = self._ladder.promote(is_closed=not starts and self._running == 0)
                 if promoted is not None or starts:
                     self._running += 1
-                    return (
-                        self._new() if promoted is None else replace(self._resting.pop(promoted[0]), rung=promoted[1])
-                    )
+                    return self._new() if promoted is None else replace(self._paused.pop(promoted[0]), rung=promoted[1])
                 if self._running == 0:
                     break
                 self._changed.wait(_POLL_SECONDS)
@@ -276,7 +274,7 @@ class Trials:
             elif is_last:
                 self._end(attempt, "COMPLETE", values, model)
             else:
-                self._rest(attempt, values)
+                self._pause(attempt, values)
 
     def _checked(self, parameters: object) -> Mapping[str, object]:
         if not isinstance(parameters, Mapping):
@@ -345,10 +343,10 @@ class Trials:
         candidate.setParams(epochs=checkpoint.load(self._store, path).epoch + 1, epoch_callback=None)
         return candidate
 
-    def _rest(self, attempt: Attempt, values: Sequence[float]) -> None:
+    def _pause(self, attempt: Attempt, values: Sequence[float]) -> None:
         """Keep a trial that has reached its rung until it is promoted, or until the end."""
         with self._changed:
-            self._resting[attempt.trial.number] = attempt
+            self._paused[attempt.trial.number] = attempt
             self._ladder.reach(attempt.rung, attempt.trial.number, self._signs[0] * values[0])
 
     def _interrupt(self, attempt: Attempt) -> None:
@@ -370,7 +368,7 @@ class Trials:
         values: Sequence[float] | None = None,
         model: TrainedModel | None = None,
     ) -> None:
-        """Tell Optuna how a trial ended, and remove the runs that are no longer among the best."""
+        """Report to Optuna how a trial ended, and remove the runs that are no longer among the best."""
         import optuna  # noqa: PLC0415  (optional)
 
         with self._changed:
@@ -381,7 +379,7 @@ class Trials:
             shown = attempt.reports.last if values is None else values
             metrics = ", ".join(f"{name} {value:.6g}" for name, value in zip(self._metrics, shown, strict=False))
             optuna.logging.get_logger("optuna.sparkhvd").info(
-                "Trial %d %s: %s %s", attempt.trial.number, _WORDS[state], metrics, attempt.trial.params
+                "Trial %d %s: %s %s", attempt.trial.number, _OUTCOMES[state], metrics, attempt.trial.params
             )
             self._kept[attempt.trial.number] = attempt.run_id
             if model is not None:
@@ -413,16 +411,16 @@ class Trials:
 
 
 def _has_ended(trial: optuna.trial.FrozenTrial) -> bool:
-    """Return whether a trial has ended in another way than by an interruption."""
+    """Return whether a trial has completed, was pruned or has failed; an interrupted trial has not ended."""
     from optuna.trial import TrialState  # noqa: PLC0415  (optional)
 
     return trial.state in {TrialState.COMPLETE, TrialState.PRUNED} or _ERROR in trial.user_attrs
 
 
 def _record_of(model: TrainedModel, estimator: DistributedEstimator, epochs: int | None) -> EpochRecord:
-    """Return the record of the epoch whose model was returned, or would have been returned after ``epochs`` epochs.
+    """Return the record of the epoch whose model a fit of ``epochs`` epochs returns; None means all epochs.
 
-    A run that a killed search trained further has more epochs.
+    The run may have more epochs, because a killed search trained it further.
     """
     history = model.trained.history[:epochs]
     best = estimator.getOrDefault(estimator.checkpoints).best_epoch(history)
@@ -430,7 +428,7 @@ def _record_of(model: TrainedModel, estimator: DistributedEstimator, epochs: int
 
 
 def _wait_for(threads: Sequence[Future[None]]) -> None:
-    """Wait until all have ended; raise the first error."""
+    """Wait until all threads have ended; raise the first error."""
     running: Sequence[Future[None]] = threads
     while running:  # in short waits, which Ctrl-C interrupts
         done = wait(running, _POLL_SECONDS, FIRST_EXCEPTION).done
