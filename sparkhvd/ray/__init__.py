@@ -1,6 +1,6 @@
 """Ranks that stay in a Ray cluster between calls: ``from sparkhvd.ray import RayExecutor``.
 
-A single function runs there with ``sparkhvd.run(fn, launcher="ray")``.
+``sparkhvd.run(fn, launcher="ray")`` runs a single function in a Ray cluster.
 """
 
 from __future__ import annotations

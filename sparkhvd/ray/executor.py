@@ -1,4 +1,4 @@
-"""``RayExecutor``: ranks in a Ray cluster that keep their processes between calls."""
+"""``RayExecutor``: ranks in a Ray cluster whose processes continue between calls."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 _POLL_SECONDS = 0.5
-# How long the failure of a rank may take to end the job, and ranks without a command to leave it.
+# How long the job may take to end after the failure of a rank, and how long idle ranks may take to leave it.
 _FAILED_SECONDS = 20.0
 _LEAVE_SECONDS = 10.0
 _ELASTIC = frozenset(
@@ -50,7 +50,7 @@ class RayExecutor:
     ``executable_cls``. If a rank fails, all ranks end; call ``start`` again.
 
     Args:
-        settings: the result of ``create_settings``, or an object with the same attributes; None takes the defaults.
+        settings: the result of ``create_settings``, or an object with the same attributes; None means the defaults.
         num_workers: the number of ranks; Ray packs them on few nodes.
         num_hosts: the number of nodes, instead of ``num_workers``.
         num_workers_per_host: the number of ranks on each of these nodes; None means 1.
@@ -59,11 +59,11 @@ class RayExecutor:
         gpus_per_worker: the number of GPUs of each rank; None means 1.
         use_current_placement_group: whether the ranks run in the placement group of the calling Ray task, if it has
             one. With ``num_hosts``, they always get a placement group of their own.
-        placement_group_timeout_s: overrides the value in ``settings``.
+        placement_group_timeout_s: replaces the value in ``settings``.
         stdout: destination of the ranks' stdout, as in ``sparkhvd.run``.
         stderr: the same for stderr.
         output_filename: a folder for the ranks' output, as in ``sparkhvd.run``.
-        **unknown: not accepted; the errors for Horovod's elastic arguments say so.
+        **unknown: an error, which for Horovod's elastic arguments names the alternative.
 
     Raises:
         ConfigError: an argument has a value that cannot work, or arguments contradict each other.
@@ -134,9 +134,9 @@ class RayExecutor:
         """Return settings for a ``RayExecutor``.
 
         Args:
-            timeout_s: seconds within which all ranks must be ready.
+            timeout_s: seconds within which all ranks must be ready, after Ray has reserved their resources.
             ssh_identity_file: has no effect, because Ray starts the ranks.
-            ssh_str: has no effect either.
+            ssh_str: also has no effect.
             placement_group_timeout_s: seconds within which Ray must have reserved the resources.
             nics: network interfaces whose addresses the ranks use.
             verbose: 0 shows no output of the ranks, 1 shows it, 2 adds sparkhvd's own debug lines.
@@ -234,7 +234,7 @@ class RayExecutor:
         return result
 
     def shutdown(self) -> None:
-        """End the ranks; a function that still runs is ended after some seconds. May be called again."""
+        """End the ranks. If a function is still running, it is ended after some seconds. Can be called again."""
         job, self._job = self._job, None
         with self._stack:
             if job is not None and not job.has_ended() and ray.is_initialized():
@@ -315,4 +315,4 @@ class RayExecutor:
 
 
 def _is_ready() -> None:
-    """Do nothing: the answer shows that a rank is ready."""
+    """Do nothing: the response shows that a rank is ready."""

@@ -21,7 +21,7 @@ class RaySettings:
     Attributes:
         timeout_s: seconds within which all ranks must be ready, after Ray has reserved their resources.
         placement_group_timeout_s: seconds within which Ray must have reserved the resources.
-        nics: network interfaces whose addresses the ranks use; empty uses those that all nodes can reach.
+        nics: network interfaces whose addresses the ranks use; empty means those that all nodes can reach.
         verbose: 0 shows no output of the ranks, 1 shows it, 2 adds sparkhvd's own debug lines.
     """
 
@@ -39,7 +39,7 @@ def settings_from(value: object) -> RaySettings:
     """Return the settings for the argument ``settings``: None, ``RaySettings``, or a settings object of Horovod.
 
     Raises:
-        ConfigError: the settings ask for elastic jobs, or have another type.
+        ConfigError: the settings request elastic jobs, or have another type.
     """
     if isinstance(value, RaySettings):
         return value

@@ -13,7 +13,7 @@ from sparkhvd.errors import LaunchError
 
 
 class Connection:
-    """Counts the jobs that use the connection to Ray. If sparkhvd has opened the connection, the last job closes it."""
+    """Counts the jobs that use the connection to Ray. If sparkhvd opened the connection, the last job closes it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -28,7 +28,7 @@ class Connection:
         ``RAY_ADDRESS``, or else to a cluster on this machine, or else it starts a cluster here.
 
         Raises:
-            LaunchError: Ray does not connect.
+            LaunchError: the connection failed.
         """
         with self._lock:
             if self._users == 0:

@@ -32,9 +32,9 @@ class Placement:
     Attributes:
         resources: the resources of each rank.
         ranks_per_node: the number of ranks that each node must have; None lets Ray pack them on few nodes.
-        group: an existing placement group to use; None makes one.
+        group: an existing placement group to use; None creates one.
         seconds: the time limit of the reservation; None uses the rest of the job's start timeout.
-        limit_name: the argument that sets the time limit, for errors.
+        limit_name: the name of the argument that sets the time limit, for error messages.
     """
 
     resources: RankResources = field(default_factory=RankResources)
@@ -63,7 +63,7 @@ class Gang:
 
         Args:
             deadline: the end of the wait.
-            seconds: the length of the wait, for the error.
+            seconds: the length of the wait, for error messages.
             cancelled: polled during the wait; returns whether to stop waiting.
 
         Raises:
@@ -108,9 +108,9 @@ class Gang:
 
     def close(self) -> None:
         """End the ranks, then the actors, and release the resources."""
-        if not ray.is_initialized():  # the user has ended Ray and so the actors; a call would start Ray again
+        if not ray.is_initialized():  # the user has shut Ray down, and so the actors; a call would start Ray again
             return
-        with contextlib.suppress(Exception):  # Ray itself may have ended, and its actors with it
+        with contextlib.suppress(Exception):  # Ray itself may have ended, with its actors
             ends = [actor.end.remote() for actor in self.actors]
             if ends:
                 ray.wait(ends, num_returns=len(ends), timeout=_END_SECONDS)
