@@ -17,7 +17,7 @@ def with_parameters(names: str, function: Callable[..., Any]) -> Callable[..., A
 
     Args:
         names: Horovod's parameters, in Horovod's order, separated by spaces.
-        function: the function, which receives the other parameters by keyword.
+        function: receives the other parameters by keyword.
     """
     order = tuple(names.split())
 

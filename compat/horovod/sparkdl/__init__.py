@@ -15,7 +15,8 @@ class HorovodRunner:
 
     Args:
         np: the number of ranks on the executors; a negative number starts that many on the driver; 0 takes all slots.
-        driver_log_verbosity: "all" shows the ranks' output, "log_callback_only" leaves it in the executors' logs.
+        driver_log_verbosity: "all" shows the output of ranks on executors; "log_callback_only" leaves it in the logs of
+            the executors. The output of ranks on the driver is always shown.
     """
 
     def __init__(self, *, np: int, driver_log_verbosity: str = "log_callback_only") -> None:

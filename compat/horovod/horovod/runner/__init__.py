@@ -1,4 +1,4 @@
-"""``horovod.run``: runs a function on this machine or on hosts, without Spark; also as an elastic job."""
+"""``horovod.run``: runs a function on this machine or on other hosts without Spark, also as an elastic job."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def run(  # noqa: PLR0917  the arguments are Horovod's
 
     Raises:
         ValueError: arguments contradict each other.
-        NotImplementedError: the arguments ask for mpirun, or for hosts that a script prints.
+        NotImplementedError: the arguments request mpirun, or hosts that a script prints.
     """
     if slots is not None:
         raise NotImplementedError(

@@ -77,7 +77,7 @@ def broadcast_global_variables(root_rank: int) -> Never:  # noqa: ARG001
 
 
 class BroadcastGlobalVariablesHook:
-    """Raises ``NotImplementedError``: a hook of TensorFlow 1's sessions."""
+    """Raises ``NotImplementedError``, because it is a hook for sessions of TensorFlow 1."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         raise NotImplementedError(_NO_SESSIONS)

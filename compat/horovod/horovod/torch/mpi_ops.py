@@ -109,5 +109,5 @@ def sparse_allreduce_async(
     op: ReduceOp = interface.Average,
     process_set: interface.ProcessSet = interface.global_process_set,
 ) -> Callable[[], torch.Tensor]:
-    """Start to add up the ranks' sparse tensors; return a function that waits for the sum, as Horovod does."""
+    """Start to combine the ranks' sparse tensors; return a function that waits for the result, as Horovod does."""
     return _hvd.sparse_allreduce_async(tensor, name, op, process_set).wait

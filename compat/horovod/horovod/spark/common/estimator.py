@@ -38,7 +38,7 @@ class RowByRow:
 
 
 class HorovodParams(EstimatorParams):
-    """Gives parameters Horovod's defaults and meaning; precedes sparkhvd's estimator class in the bases."""
+    """Parameters with Horovod's defaults and meaning; precedes sparkhvd's estimator class in the bases."""
 
     model_class: ClassVar[type[TrainedModel]]
 

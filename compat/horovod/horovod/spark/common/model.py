@@ -24,7 +24,7 @@ _ARTIFACT_PARAMS = ("_metadata", "model", "optimizer", "history", "loss", "loss_
 
 
 class SubclassableModel(TrainedModel):
-    """A model whose subclasses need only parameters to create it; precedes sparkhvd's model class in the bases.
+    """A model that subclasses can create from parameters alone; precedes sparkhvd's model class in the bases.
 
     If a subclass defines ``get_prediction_fn``, the model predicts row by row: the method returns a function that takes
     the model and a row.
