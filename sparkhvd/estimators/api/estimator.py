@@ -538,7 +538,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
                 if calls.error is not None:  # rank 0 failed because of this error
                     raise calls.error from None
                 raise
-        # Only rank 0 returns a result.
+        # Rank 0 returns the result; every rank returns RejectedRows.
         result: TrainResult | RejectedRows = next(result for result in results if result is not None)
         if isinstance(result, RejectedRows):
             raise result.error
@@ -577,7 +577,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
 def _keep_seconds(plan: FitPlan) -> float:
     """Return the number of seconds to keep prepared rows after their last use.
 
-    Without ``random_seed``, every fit selects other validation rows, so no later fit can reuse rows that were split.
+    Without ``random_seed``, each fit selects different validation rows, so no later fit can reuse rows that were split.
     """
     is_split = isinstance(plan.validation, float) and plan.validation > 0
     is_reusable = plan.random_seed is not None or not is_split

@@ -98,7 +98,7 @@ class LightningEstimator(DistributedEstimator):
     """Trains a LightningModule on a Spark DataFrame, with one process per rank and Lightning's own Trainer in each.
 
     ``training_step`` receives a dict of tensors by column, or ``(features, labels)`` with ``batch_format="tuple"``.
-    The dict has the columns that a ``transformation_fn`` returns, which may be others than the DataFrame's.
+    The dict has the columns that a ``transformation_fn`` returns, which may differ from the DataFrame's.
     Floating point columns have the dtype of the module's parameters, integers are int64. The gradient of a step is the
     mean over the rows of all ranks, and so are values that are logged for an epoch. The module is copied, not changed.
 

@@ -212,7 +212,7 @@ class EstimatorSteps:
 
     @contextmanager
     def weighting_logged(self, weight: float | None) -> Iterator[None]:
-        """Weight, in this block, the value that is logged for a step in its mean over the ranks."""
+        """Use this weight for logged values in their mean over the ranks until the block ends."""
         self._weight_of_logged = weight
         try:
             yield

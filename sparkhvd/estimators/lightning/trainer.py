@@ -328,7 +328,7 @@ class SharedValues:
     """
 
     def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:  # noqa: ARG002
-        """Synchronize buffers, also those of moving averages, before a later callback exchanges the two."""
+        """Synchronize buffers, also those of moving averages, before a later callback swaps the two."""
         strategy = strategy_of(trainer)
         strategy.synchronize_buffers()
         strategy.synchronize_copies()

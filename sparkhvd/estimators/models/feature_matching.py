@@ -135,7 +135,7 @@ def _match_fields(name: str, columns: Sequence[ColumnSpec], trained: Sequence[Co
     fields = {column.name.removeprefix(f"{name}."): column for column in columns}
     trained_fields = [_field(column) for column in trained]
     exact = {field: fields[field] for field in trained_fields if field in fields}
-    # Spark ignores upper and lower case.
+    # By default, Spark ignores the case of names.
     by_lower_case = {field.lower(): column for field, column in fields.items() if field not in exact}
     matches = [exact.get(field) or by_lower_case.pop(field.lower(), None) for field in trained_fields]
     if None in matches:

@@ -49,7 +49,8 @@ class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
 
     An output with one value per row becomes a number (float if the label is float, else double). An output with several
     values becomes a dense ML vector. ``output_types`` sets other types, see ``outputs``. ``prediction_fn`` replaces the
-    plain call of the model. A NULL in a feature column is an error when the rows are evaluated.
+    plain call of the model. A NULL in a feature column without ``fill`` is an error when the rows
+    are evaluated.
     """
 
     plugin: ClassVar[str]

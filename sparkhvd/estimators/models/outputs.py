@@ -8,8 +8,8 @@ An output is an array whose first dimension is the rows. Its type in Spark (``ou
 ``"array"``        nested arrays of floats in the shape of the output
 ``"scalar"``       a number; the output must have one value per row
 ``"label"``        the type of the label. If the label is a number and the output has several values per row, the class
-                   with the highest value; else the values themselves, rounded for integers. NULL for NaN and for
-                   values beyond the range of the type
+                   with the highest value; else the values themselves, rounded for integers. Integers and booleans
+                   are NULL for NaN, integers also for values beyond the range of the type
 a Spark type       ``"double"``, ``"int"``, ``"array<float>"``, ``"struct<no float, yes float>"``... A struct has a
                    field for every value, or the named values that ``prediction_fn`` returns
 =================  ==================================================================================================

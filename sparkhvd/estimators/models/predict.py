@@ -71,7 +71,8 @@ def predict_batches(spec: PredictSpec, batches: Iterator[Sequence[pa.Array]]) ->
         batches: the feature columns in the form of ``sparkhvd.data.schema.packing``.
 
     Raises:
-        DataError: a feature is NULL or its length differs from the training; the message names the column.
+        DataError: a feature is NULL and has no fill, or its length differs from the training; the message names the
+            column.
     """
     predictor = _predictor(spec)
     for batch in batches:

@@ -139,7 +139,7 @@ def _synthetic_samples(features: DataSchema) -> list[Arrays]:
     if unknown:
         raise ParamError(
             f"The length of column {unknown[0]!r} is unknown because df is a schema or a streaming DataFrame. Pass a "
-            "DataFrame with at least one row that is not streaming."
+            "DataFrame that is not streaming and has at least one row."
         )
     zeros = {column.name: columns.blank(column, _SAMPLE_ROWS) for column in features.columns}
     return [zeros, rows_of_ones(zeros)]

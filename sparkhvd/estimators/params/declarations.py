@@ -95,7 +95,7 @@ def declared(
     """Declare a parameter.
 
     Args:
-        doc: one sentence, shown by ``explainParams()``.
+        doc: a short description, shown by ``explainParams()``.
         convert: converts the user's value to the stored value, or raises ``ParamError``; idempotent.
         default: the value of a parameter that is unset or set to None.
         accessor: the suffix of ``set`` and ``get``, if it is not the name in camel case.

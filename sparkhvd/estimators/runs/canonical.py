@@ -97,7 +97,7 @@ def _content_form(content: TensorContent) -> list[object]:
 
 _SCALARS = (bool, int, float, str)
 # Immutable values, in which no cycle can begin.
-_REPEATED = (tuple, frozenset, bytes, complex, range, slice)
+_IMMUTABLE_TYPES = (tuple, frozenset, bytes, complex, range, slice)
 
 
 class CanonicalForm:
@@ -130,7 +130,7 @@ class CanonicalForm:
             return reference
         if isinstance(value, np.generic | np.ndarray) or is_tensor(value):
             return self._array_form(value)
-        if type(value) in _REPEATED:  # Python shares equal ones, but not in every process
+        if type(value) in _IMMUTABLE_TYPES:  # Python shares equal ones, but not in every process
             return self._described(value)
         if id(value) in self._seen:
             return ["seen", self._seen[id(value)]]
@@ -157,7 +157,7 @@ class CanonicalForm:
         return self._object_form(value)
 
     def _scalar_form(self, value: float | str) -> object:
-        """Return the form of a number or a string of another class than Python's, such as a member of an enum."""
+        """Return the form of a number or string whose class is not Python's own, such as a member of an enum."""
         plain = next(base.__repr__(value) for base in _SCALARS if isinstance(value, base))
         return [plain, *self._class_forms(value)]
 
@@ -191,7 +191,7 @@ class CanonicalForm:
         return [*items, *self._class_forms(value)]
 
     def _class_forms(self, value: object) -> list[object]:
-        """Return the class of a value unless it is a usual one; of the user's classes also code and attributes."""
+        """Return the class of a value unless it is a usual one; the code and attributes of a user's class, too."""
         value_class = type(value)
         if value_class in _USUAL_CLASSES:
             return []
@@ -333,7 +333,7 @@ class CanonicalForm:
     def tensor_attribute_forms(self, value: object) -> list[tuple[str, list[object]]]:
         """Return the names and forms of the attributes that code has set on a tensor, such as a weight."""
         attributes = sorted(_attributes(value).items())
-        return [(name, self.if_describable(item)) for name, item in attributes if not name.startswith(_SET_BY_COMPILER)]
+        return [(name, self.if_describable(item)) for name, item in attributes if not name.startswith(_COMPILER_PREFIX)]
 
     def of_tensor(self, value: Tensor, *, exact: bool) -> object:
         """Return the form of a tensor: its values, or only its type and shape."""
@@ -360,8 +360,8 @@ _FUNCTION_DESCRIPTORS = (property, classmethod, staticmethod, functools.cached_p
 _FUNCTION_ATTRIBUTES = ("__func__", "fget", "fset", "fdel", "func")
 
 
-# How the names of the attributes begin that torch.compile sets on tensors.
-_SET_BY_COMPILER = "_dynamo_"
+# The prefix of the attributes that torch.compile sets on tensors.
+_COMPILER_PREFIX = "_dynamo_"
 
 # The attribute of a function from torch.compile that contains the user's function.
 _COMPILED_FUNCTION = "_torchdynamo_orig_callable"
@@ -424,7 +424,7 @@ def code_form(code: CodeType) -> list[object]:
     ]
 
 
-# The flags of generators and coroutines, and of *rest and **rest, which nothing else tells apart.
+# Flags of properties that no other part of a form shows: generators, coroutines, *args and **kwargs.
 _KINDS_OF_CODE = (
     inspect.CO_VARARGS
     | inspect.CO_VARKEYWORDS

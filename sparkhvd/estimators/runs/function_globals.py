@@ -30,7 +30,7 @@ def globals_of(function: FunctionType) -> dict[str, Any]:
 
 
 def passed_globals(function: FunctionType) -> frozenset[str]:
-    """Return the globals that a function uses for more than to read their attributes: it passes or stores them."""
+    """Return the globals that a function passes or stores instead of only reading their attributes."""
     passed = set()
     for code in nested_code(function.__code__):
         steps = [step for step in dis.get_instructions(code) if step.opname not in {"EXTENDED_ARG", "NOP"}]

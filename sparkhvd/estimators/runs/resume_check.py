@@ -112,7 +112,9 @@ def _difference(before: ModelFacts, now: ModelFacts) -> str:
         ),
     ]
     if differences:
-        return differences[0] + (f" (and {len(differences) - 1} more weights differ)" if len(differences) > 1 else "")
+        more = len(differences) - 1
+        verb = "differs" if more == 1 else "differ"
+        return differences[0] + (f" (and {counted(more, 'more weight')} {verb})" if more else "")
     if before.optimizer != now.optimizer:
         return f"its optimizer is {before.optimizer}, but this fit has {now.optimizer}"
     return _group_difference(before.groups, now.groups) if before.groups and now.groups else ""
@@ -124,10 +126,18 @@ def _group_difference(saved: Groups, current: Groups) -> str:
     for group, (olds, news) in enumerate(zip(saved, current, strict=True)):
         for index, (old, new) in enumerate(zip_longest(olds, news)):
             if old != new:
-                where = f"parameter {index} of group {group}"
-                return f"{where} of its optimizer is {_quoted(old)}, but of this fit's {_quoted(new)}"
+                return _parameter_difference(f"parameter {index} of group {group}", old, new)
     return ""
 
 
+def _parameter_difference(where: str, old: str | None, new: str | None) -> str:
+    """Describe two different parameters in one place of an optimizer: a name, "" outside the model, or None."""
+    if old is None:
+        return f"its optimizer has no {where}, but this fit's has {_quoted(new)} there"
+    if new is None:
+        return f"{where} of its optimizer is {_quoted(old)}, but this fit's has no such parameter"
+    return f"{where} of its optimizer is {_quoted(old)}, but of this fit's {_quoted(new)}"
+
+
 def _quoted(name: str | None) -> str:
-    return "none" if name is None else repr(name or "outside the model")
+    return repr(name or "outside the model")

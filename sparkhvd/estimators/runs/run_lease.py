@@ -11,9 +11,9 @@ checkpoints after its claim. If a writer deletes a checkpoint, it has therefore 
 the claim, and the owner inherits that one.
 
 A fit is refused while another fit of the same run is alive. If the other fit's driver runs on the same machine, its
-process shows whether the fit is alive. On another machine, the driver of a fit renews a file, the *beat*. The other
-fit is presumed dead if its beat does not change for ``SILENT_SECONDS`` by the waiting driver's clock. Clocks of
-different machines are never compared.
+process shows whether the fit is alive. The driver of every fit also renews a file, the *beat*. A fit on another machine
+is presumed dead if its beat does not change for ``SILENT_SECONDS`` by the waiting driver's clock. Clocks of different
+machines are never compared.
 """
 
 from __future__ import annotations

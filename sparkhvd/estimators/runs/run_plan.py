@@ -1,4 +1,4 @@
-"""The plan of a fit whose run exists."""
+"""The plan of a fit after its ranks, its run and its seed are decided."""
 
 from __future__ import annotations
 

@@ -199,14 +199,14 @@ class RunHooks:
         if self._spec.terminate_on_nan:
             raise DataError(
                 f"The loss of {where} is {loss}{rank_suffix}, and terminate_on_nan is set. Lower the learning rate, "
-                "clip the gradients, or look for such values in the rows."
+                "clip the gradients, or look for NaN or infinite values in the rows."
             )
         if self._warned or self._communicator.world.rank != 0:
             return
         self._warned = True
         logger.warning(
             "run %s: the loss of %s is %s, and training continues. Set terminate_on_nan=True to stop there. Lower the "
-            "learning rate, clip the gradients, or look for such values in the rows.",
+            "learning rate, clip the gradients, or look for NaN or infinite values in the rows.",
             self._run_id,
             where,
             loss,

@@ -1,8 +1,8 @@
 """A fast path for in-place allreduces.
 
 Programs submit thousands of small tensors one by one, where describing a tensor costs more than reducing it. These
-forms pass tensors that need no conversion, which are most, directly to the core. All other tensors, including invalid
-ones, go through their description.
+forms pass most tensors, which need no conversion, directly to the core. All other tensors, including invalid ones, go
+through their description.
 """
 
 from __future__ import annotations

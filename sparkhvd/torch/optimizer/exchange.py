@@ -21,8 +21,8 @@ class NotCopied:
             return self
         raise ConfigError(
             "This is a copy of an optimizer that exchanges gradients. It cannot do so itself, because the hooks are on "
-            "the parameters of the original model. Make a new optimizer for the copied parameters, give it the "
-            "state_dict() of this one, and wrap it with DistributedOptimizer."
+            "the parameters of the original model. Make a new optimizer for the copied parameters, load the "
+            "state_dict() of this one into it, and wrap it with DistributedOptimizer."
         )
 
 

@@ -73,7 +73,7 @@ def unpack_best_model(best: BestModel | None, callbacks: Sequence[Any], states: 
     for callback in callbacks:
         state = states.get(callback.state_key)
         if state is not None and state.get("best_k_models") and state["dirpath"] != callback.dirpath:
-            states[callback.state_key] = _move_files(state, callback.dirpath)
+            states[callback.state_key] = _with_folder(state, callback.dirpath)
     path = Path(states[best["callback"]]["best_model_path"])
     if writes and not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -94,13 +94,13 @@ def _callbacks_with_best(callbacks: Sequence[object]) -> list[ModelCheckpoint]:
     return [callback for callback in choosing_callbacks(callbacks) if callback.best_model_path]
 
 
-def _move_files(state: State, folder: str) -> State:
-    """Return the state of a ``ModelCheckpoint`` with its files in ``folder``."""
+def _with_folder(state: State, folder: str) -> State:
+    """Return the state of a ``ModelCheckpoint`` with the paths of its files in ``folder``."""
 
-    def moved_path(path: str) -> str:
+    def new_path(path: str) -> str:
         inside = path and Path(path).is_relative_to(state["dirpath"])
         return str(Path(folder) / Path(path).relative_to(state["dirpath"])) if inside else path
 
-    paths = {name: moved_path(state[name]) for name in ("best_model_path", "kth_best_model_path", "last_model_path")}
-    models = {moved_path(path): score for path, score in state["best_k_models"].items()}
+    paths = {name: new_path(state[name]) for name in ("best_model_path", "kth_best_model_path", "last_model_path")}
+    models = {new_path(path): score for path, score in state["best_k_models"].items()}
     return {**state, **paths, "dirpath": folder, "best_k_models": models}

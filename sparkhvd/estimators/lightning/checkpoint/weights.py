@@ -1,4 +1,4 @@
-"""Loading weights of a checkpoint into a module whose structure callbacks and the training have changed."""
+"""Loading the weights of a checkpoint whose module was pruned, or got new buffers, during the training."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ _HOOK_OPTIONS = {
     "_forward_hooks_always_called": "_forward_hooks",
     "_forward_pre_hooks_with_kwargs": "_forward_pre_hooks",
 }
-# TorchScript appends to the name of a class how many classes the process has compiled.
+# TorchScript appends the number of classes that the process has compiled to the name of a class.
 _NUMBER_OF_CLASS = re.compile(r"___torch_mangle_\d+")
 
 
@@ -111,8 +111,8 @@ def _module_form(form: CanonicalForm, value: torch.nn.Module) -> list[object]:
     exact = form.weights or not weights
     buffers = [(name, form.of_tensor(buffer, exact=exact)) for name, buffer in value.named_buffers()]
     modules = [(name, _submodule_form(form, module, exact=exact)) for name, module in value.named_modules()]
-    # A training sets the mode of the whole model, but Lightning keeps the modes of its parts. Of other modules, such as
-    # a loss, it keeps all modes.
+    # A training sets the mode of the whole model, but Lightning keeps the modes of its parts. All modes of other
+    # modules, such as a loss, are kept.
     keeps_modes = value.training or form.parameter != "model"
     fixed = [name for name, module in value.named_modules() if keeps_modes and not module.training]
     sharing = _tensors_sharing_memory(value)

@@ -129,9 +129,10 @@ _REDUCERS: tuple[tuple[Callable[[Any], bool], Callable[[Any], Any]], ...] = (
 
 
 class PicklerWithScripts(CodePickler):
-    """Pickles TorchScript modules, whose parameters stay shared with an optimizer, parametrized modules, and hooks.
+    """Pickles models that contain TorchScript modules, parametrized modules or hooks.
 
-    Tensors that share memory, such as a weight and a buffer made from its ``data``, still share it when loaded.
+    When loaded, an optimizer still shares the parameters of a TorchScript module. Tensors that share memory, such as a
+    weight and a buffer made from its ``data``, still share it, too.
     """
 
     def __init__(self, file: io.BytesIO, model: torch.nn.Module, *, code: Code) -> None:

@@ -45,8 +45,8 @@ def first_layer(parameters):
     ("before", "now", "message"),
     [
         (in_order, layers_reversed, "parameter 0 of group 0 of its optimizer is '0.weight', but of this fit's '1.wei"),
-        (in_order, first_layer, "parameter 2 of group 0 of its optimizer is '1.weight', but of this fit's none"),
-        (first_layer, in_order, "parameter 2 of group 0 of its optimizer is none, but of this fit's '1.weight'"),
+        (in_order, first_layer, "parameter 2 of group 0 of its optimizer is '1.weight', but this fit's has no such"),
+        (first_layer, in_order, "its optimizer has no parameter 2 of group 0, but this fit's has '1.weight' there"),
         (in_order, as_groups, "its optimizer has 1 parameter group, but this fit's has 2"),
         (as_groups, in_order, "its optimizer has 2 parameter groups, but this fit's has 1"),
     ],
