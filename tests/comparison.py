@@ -130,7 +130,7 @@ class Player:
             what = f"{name} {op} {dtype} {shapes} {scales} of {ranks}"
             mine = [arrays[own_index] for arrays in contributions]
             if count == 1:
-                out = mine[0].copy() if self._own.random() < 0.3 else None  # in own_index
+                out = mine[0].copy() if self._own.random() < 0.3 else None  # in place
                 source = mine[0] if out is None else out
                 handle = self._communicator.allreduce_async(
                     source, op, out=out, name=name, process_set=chosen, **scales

@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
@@ -21,6 +20,7 @@ from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.comm.connect.rendezvous import RendezvousClient
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import AuthenticationError, SparkHvdError
+from tests.ports import listening_ports
 from tests.ranks import RankGroup
 
 _LONGEST_DELAY = 1.5
@@ -151,28 +151,28 @@ def connect_two_ranks_repeatedly(times: int) -> list[list[tuple[int, int, int]]]
 
 
 @contextlib.contextmanager
-def strangers(pids: list[int], port: int) -> Iterator[dict[str, int]]:
-    """Connect as strangers to every port of the processes and to the rendezvous until the block ends.
+def unauthenticated_clients(pids: list[int], port: int) -> Iterator[dict[str, int]]:
+    """Connect without the token to every port of the processes and to the rendezvous until the block ends.
 
     Yields:
-        The numbers of connections by kind and of completed rounds; "let in" must stay 0.
+        The numbers of connections by kind and of completed rounds; "admitted" must stay 0.
     """
-    counts = {"rounds": 0, "garbage": 0, "endless": 0, "wrong token": 0, "let in": 0}
+    counts = {"rounds": 0, "garbage": 0, "endless": 0, "wrong token": 0, "admitted": 0}
     stop = threading.Event()
 
     def call() -> None:
         while not stop.wait(0.01):
-            for target in {port, *listening(pids)}:
+            for target in {port, *listening_ports(pids)}:
                 send(target, secrets.token_bytes(200), counts, "garbage")
                 send(target, bytes(1 << 20), counts, "endless")
             try:
                 RendezvousClient([("127.0.0.1", port)], b"the wrong token", Deadline.after(5.0)).close()
-                counts["let in"] += 1
+                counts["admitted"] += 1
             except AuthenticationError:
                 counts["wrong token"] += 1
             counts["rounds"] += 1
 
-    thread = threading.Thread(target=call, name="strangers")
+    thread = threading.Thread(target=call, name="unauthenticated clients")
     thread.start()
     try:
         yield counts
@@ -181,17 +181,8 @@ def strangers(pids: list[int], port: int) -> Iterator[dict[str, int]]:
         thread.join()
 
 
-def listening(pids: list[int]) -> list[int]:
-    ports = []
-    for pid in pids:
-        with contextlib.suppress(psutil.Error):
-            connections: list[Any] = psutil.Process(pid).net_connections("tcp")
-            ports += [connection.laddr.port for connection in connections if connection.status == psutil.CONN_LISTEN]
-    return ports
-
-
 def send(port: int, content: bytes, counts: dict[str, int], kind: str) -> None:
-    # The listener may have closed in the meantime, and it may disconnect a stranger that is still sending.
+    # The listener may have closed in the meantime, and it may disconnect a client that is still sending.
     with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5.0) as link:
         arrived = link.send(content)
         counts[kind] += 1

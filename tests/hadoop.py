@@ -13,8 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
-
 _VERSION = "3.5.0"  # the version of the Hadoop client in pyspark 4.3
 _SERVER_PACKAGES = (
     f"org.apache.hadoop:hadoop-client-minicluster:{_VERSION}",
@@ -111,9 +109,3 @@ def stop_daemons(processes: Sequence[subprocess.Popen[bytes]]) -> None:
         process.send_signal(signal.SIGKILL)
     for process in processes:
         process.wait(_STOP_SECONDS)
-
-
-def listening_ports(process: subprocess.Popen[bytes]) -> list[int]:
-    """Return the TCP ports on which a daemon listens."""
-    connections = psutil.Process(process.pid).net_connections("tcp")
-    return [connection.laddr.port for connection in connections if connection.status == psutil.CONN_LISTEN]

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.hadoop import START_SECONDS, configure, listening_ports, roomy_folder, start_daemon, stop_daemons
+from tests.hadoop import START_SECONDS, configure, roomy_folder, start_daemon, stop_daemons
+from tests.ports import listening_ports
 from tests.waiting import happens
 
 _SERVER = "org.apache.hadoop.hdfs.server"
@@ -42,19 +43,19 @@ def running_hdfs(folder: Path, data_nodes: int = 1, address: str = "127.0.0.1") 
 def _run(folder: Path, data_nodes: int, address: str) -> Iterator[Hdfs]:
     started: list[subprocess.Popen[bytes]] = []
     try:
-        port_file = folder / "name.log"
+        log = folder / "name.log"
         conf = _configuration(folder, "conf", f"hdfs://{address}:0", data_nodes)
         name_node = f"{_SERVER}.namenode.NameNode"
         format_node = start_daemon(conf, name_node, folder / "format.log", "-format", "-nonInteractive")
         assert format_node.wait(START_SECONDS) == 0, (folder / "format.log").read_text()
-        started.append(start_daemon(conf, name_node, port_file))
-        url = f"hdfs://{address}:{_listening_port(started[0], port_file, address)}"
+        started.append(start_daemon(conf, name_node, log))
+        url = f"hdfs://{address}:{_listening_port(started[0], log, address)}"
         conf = _configuration(folder, "conf", url, data_nodes)
         for index in range(data_nodes):
             node_conf = _configuration(folder, f"conf-{index}", url, data_nodes, f"data-{index}")
             started.append(start_daemon(node_conf, f"{_SERVER}.datanode.DataNode", folder / f"data-{index}.log"))
         _wait_until_writable(url, folder, data_nodes)
-        yield Hdfs(url, conf, started[1:], {port for node in started[1:] for port in listening_ports(node)})
+        yield Hdfs(url, conf, started[1:], set(listening_ports(node.pid for node in started[1:])))
     finally:
         stop_daemons(started)
 
@@ -86,11 +87,11 @@ def _configuration(folder: Path, name: str, url: str, replicas: int, data: str =
 
 def _listening_port(process: subprocess.Popen[bytes], log: Path, address: str) -> int:
     """Return the port of the name node's RPC server: the listening port that does not speak HTTP."""
-    assert happens(lambda: process.poll() is not None or len(listening_ports(process)) >= 2, START_SECONDS), (
+    assert happens(lambda: process.poll() is not None or len(listening_ports([process.pid])) >= 2, START_SECONDS), (
         f"The name node did not start:\n{log.read_text()}"
     )
     assert process.poll() is None, log.read_text()
-    return next(port for port in listening_ports(process) if not _speaks_http(address, port))
+    return next(port for port in listening_ports([process.pid]) if not _speaks_http(address, port))
 
 
 def _speaks_http(address: str, port: int) -> bool:

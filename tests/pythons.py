@@ -9,7 +9,7 @@ from importlib.metadata import distribution
 from pathlib import Path
 
 # pyspark, and its requirements for functions on Arrow batches.
-OF_SPARK = ("pyspark", "py4j", "numpy", "pandas", "pyarrow", "python-dateutil", "pytz", "six", "tzdata")
+SPARK_DISTRIBUTIONS = ("pyspark", "py4j", "numpy", "pandas", "pyarrow", "python-dateutil", "pytz", "six", "tzdata")
 
 
 def python_with(folder: Path, distributions: Iterable[str]) -> Path:

@@ -64,12 +64,12 @@ def run_in_session(script: Path, arguments: Sequence[str], folder: Path, session
 
 def print_results(results: dict[str, Any]) -> None:
     """Print a script's results for ``results_of``."""
-    print("FOUND " + json.dumps(results), flush=True)
+    print("RESULTS " + json.dumps(results), flush=True)
 
 
 def results_of(completed: subprocess.CompletedProcess[str], more: str = "") -> dict[str, Any]:
     """Return a script's results; if there are none, fail with all of its output and ``more``."""
-    line = re.search(r"^FOUND (\{.*\})$", completed.stdout, re.MULTILINE)
+    line = re.search(r"^RESULTS (\{.*\})$", completed.stdout, re.MULTILINE)
     assert line, f"{completed.stdout}{completed.stderr}{more}"
     results: dict[str, Any] = json.loads(line[1])
     return results

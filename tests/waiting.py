@@ -8,6 +8,11 @@ from collections.abc import Callable
 from sparkhvd.deadline import Deadline
 
 
+def soon() -> Deadline:
+    """Return a deadline that leaves ample time for an action that takes a moment."""
+    return Deadline.after(20.0)
+
+
 def happens(condition: Callable[[], bool], seconds: float) -> bool:
     """Return whether ``condition`` becomes true within this many seconds."""
     deadline, pause = Deadline.after(seconds), threading.Event()
@@ -20,4 +25,4 @@ def happens(condition: Callable[[], bool], seconds: float) -> bool:
 
 def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     """Wait until ``condition`` is true; fail if it does not become true."""
-    assert happens(condition, seconds), f"it did not happen within {seconds:g} s"
+    assert happens(condition, seconds), f"the condition did not become true within {seconds:g} s"

@@ -22,7 +22,7 @@ _LOCAL = "127.0.0.1"
 def running_yarn(folder: Path) -> Iterator[Path]:
     """Run a YARN with its logs in ``folder``, and yield the folder for ``HADOOP_CONF_DIR``.
 
-    Its one node offers 4 GB and 8 cores. The files of applications go through local folders.
+    Its one node offers 8 GB and 8 cores. The files of applications go through local folders.
     """
     names = ("address", "scheduler.address", "resource-tracker.address", "admin.address", "webapp.address")
     addresses = {

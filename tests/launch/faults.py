@@ -90,7 +90,7 @@ class Ended:
     error: BaseException | None
     seconds: float
     left: list[str]
-    let_in: int = 0
+    admitted: int = 0
 
 
 _NAMED = r"Rank 1 on host \S+ "
@@ -311,7 +311,7 @@ def inject(fault: Fault, folder: Path, spark: SparkSession | None, num_proc: int
         when = folder / "when"
         seconds = time.time() - float(when.read_text()) if when.exists() else float("nan")
     happens(lambda: not left_of(folder), _CUT_OFF_SECONDS if fault.how == "host cut off" else 10.0)
-    return Ended(error, seconds, left_of(folder), counts["let in"])
+    return Ended(error, seconds, left_of(folder), counts["admitted"])
 
 
 def left_of(folder: Path) -> list[str]:
@@ -361,8 +361,8 @@ def complaints(fault: Fault, ended: Ended) -> list[str]:
         found.append(f"the attributes are of rank {ended.error.rank} on host {ended.error.host}: {ended.error}")
     if not ended.seconds < fault.seconds:
         found.append(f"the error came after {ended.seconds:.1f} s")
-    if ended.let_in:
-        found.append(f"{ended.let_in} strangers were let in")
+    if ended.admitted:
+        found.append(f"{ended.admitted} unauthenticated clients were admitted")
     if ended.left:
         found.append(f"processes {ended.left} were left")
     return found

@@ -117,7 +117,7 @@ def lost_driver(fault: Fault, folder: Path) -> tuple[float, str, list[str]]:
     seconds = time.time() - float((folder / "when").read_text())
     error, wrong = "", []
     if fault.error is not None:
-        _, error, wrong = json.loads((folder / "output").read_text().rpartition("FOUND ")[2])[fault.name]
+        _, error, wrong = json.loads((folder / "output").read_text().rpartition("RESULTS ")[2])[fault.name]
     if not seconds < fault.seconds:
         wrong.append(f"the last process had ended after {seconds:.1f} s")
     if left := _marked(environment[_MARK]):

@@ -15,7 +15,8 @@ from sparkhvd.comm.connect.rendezvous import RendezvousClient
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import SparkHvdError
 from sparkhvd.rpc.client import connect
-from tests.endurance import listening, send
+from tests.endurance import send
+from tests.ports import listening_ports
 
 _SECONDS = 0.3
 
@@ -25,22 +26,22 @@ def calling(folder: Path) -> Iterator[dict[str, int]]:
     """Call at the ports once ``folder`` has a file ``call``; make a file ``called`` after each round.
 
     Yields:
-        The number of calls by kind; "let in" must stay 0.
+        The number of calls by kind; "admitted" must stay 0.
     """
-    counts = {"ports": 0, "garbage": 0, "endless": 0, "wrong secret": 0, "let in": 0}
+    counts = {"ports": 0, "garbage": 0, "endless": 0, "wrong secret": 0, "admitted": 0}
     stop = threading.Event()
-    of_others = set(listening(_processes()))  # Spark's own
+    of_others = set(listening_ports(_processes()))  # Spark's own
 
     def call() -> None:
         while not stop.wait(0.02):
             if not (folder / "call").exists():
                 continue
-            for port in set(listening(_processes())) - of_others:
+            for port in set(listening_ports(_processes())) - of_others:
                 counts["ports"] += 1
                 send(port, secrets.token_bytes(200), counts, "garbage")
                 send(port, bytes(1 << 20), counts, "endless")
                 for enter in (_enter_service, _enter_rendezvous):
-                    counts["let in" if _let_in(enter, port) else "wrong secret"] += 1
+                    counts["admitted" if _is_admitted(enter, port) else "wrong secret"] += 1
             (folder / "called").touch()
 
     thread = threading.Thread(target=call, name="strangers")
@@ -67,7 +68,7 @@ def _starts_workers(process: psutil.Process) -> bool:
     return "pyspark.daemon" in process.cmdline() and parent is not None and parent.name() == "java"
 
 
-def _let_in(enter: Callable[[int], None], port: int) -> bool:
+def _is_admitted(enter: Callable[[int], None], port: int) -> bool:
     try:
         enter(port)
     except (SparkHvdError, OSError):

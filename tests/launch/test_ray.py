@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ import pytest
 
 import sparkhvd
 from sparkhvd.errors import LaunchError, RankFailedError, SlotsError, StartTimeoutError
+from tests.ports import free_port
 from tests.scripts import ROOT
 from tests.waiting import wait_for
 
@@ -299,10 +299,7 @@ def test_an_executor_in_a_ray_task_uses_its_placement_group():
 @pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_jobs_run_over_ray_client():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "tests.launch.ray_client_script", str(port)]
+    command = [sys.executable, "-m", "tests.launch.ray_client_script", str(free_port())]
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as folder:  # short, for the names of Ray's sockets
         environment = {**os.environ, "TMPDIR": folder}
         done = subprocess.run(

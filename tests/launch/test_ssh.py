@@ -17,6 +17,7 @@ import pytest
 import sparkhvd
 from sparkhvd.errors import LaunchError, RankFailedError, StartTimeoutError
 from tests.launch import elastic_training, sshd
+from tests.ports import free_port
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.skipif(bool(sshd.why_not()), reason=sshd.why_not())
@@ -28,9 +29,7 @@ def ssh_server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ssh")
     key = sshd.make_keys(folder)
     program = sshd.make_client(folder, {"node-a": "127.0.0.1", "node-b": "127.0.0.1"})
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     with sshd.running_sshd(folder, "127.0.0.1", port):
         yield program, port, key
 

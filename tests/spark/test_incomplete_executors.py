@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import sparkhvd
-from tests.pythons import OF_SPARK, python_with
+from tests.pythons import SPARK_DISTRIBUTIONS, python_with
 from tests.scripts import ROOT, results_of, run_script
 
 pytestmark = [pytest.mark.spark, pytest.mark.cluster, pytest.mark.timeout(600)]
@@ -27,7 +27,7 @@ def messages(tmp_path_factory):
             for path in (ROOT / "sparkhvd").rglob("*"):
                 if path.suffix in {".py", ".so"}:
                     file.write(path, path.relative_to(ROOT))
-    python = python_with(folder / "python", (*OF_SPARK, "cloudpickle", "fsspec"))
+    python = python_with(folder / "python", (*SPARK_DISTRIBUTIONS, "cloudpickle", "fsspec"))
     variables = {"PYTHONPATH": "", "SPARK_WORKER_DIR": str(folder)}
     return results_of(run_script([sys.executable, SCRIPT, python, *files], folder, 500, **variables))
 

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.pythons import OF_SPARK, python_with
+from tests.pythons import SPARK_DISTRIBUTIONS, python_with
 from tests.scripts import ROOT, results_of, run_script
 
 pytestmark = [pytest.mark.spark, pytest.mark.cluster, pytest.mark.soak, pytest.mark.timeout(600)]
 
 SCRIPT = Path(__file__).with_name("packed_environment_script.py")
-# The requirements of torch; pyspark comes from the executor.
-PACKAGES = (*OF_SPARK[2:], "cloudpickle", "fsspec", "torch", "typing_extensions", "sympy", "mpmath", "networkx")
-MORE = ("jinja2", "markupsafe", "filelock", "setuptools")
+# pyspark and py4j come from the executor.
+PACKAGES = (*SPARK_DISTRIBUTIONS[2:], "cloudpickle", "fsspec", "torch")
+TORCH_NEEDS = ("typing_extensions", "sympy", "mpmath", "networkx", "jinja2", "markupsafe", "filelock", "setuptools")
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def archive(tmp_path_factory):
     import venv_pack  # noqa: PLC0415
 
     folder = tmp_path_factory.mktemp("packed")
-    python = python_with(folder / "environment", (*PACKAGES, *MORE))
+    python = python_with(folder / "environment", (*PACKAGES, *TORCH_NEEDS))
     (packages,) = (folder / "environment" / "lib").glob("python*/site-packages")
     shutil.copytree(ROOT / "sparkhvd", packages / "sparkhvd", ignore=shutil.ignore_patterns("__pycache__"))
     assert python.exists()

@@ -192,7 +192,7 @@ if can_isolate == "True":
     add_gpu(second, "NVIDIA H100")
     found["devices again"] = sparkhvd.run(devices, num_proc=2, gpus_per_task=1)
 
-print("FOUND", json.dumps(found))
+print("RESULTS", json.dumps(found))
 sparkhvd.run(place, num_proc=3, start_timeout=2)
 """
 

@@ -19,12 +19,9 @@ from sparkhvd.rpc.frames import MAX_FRAME_BYTES, FrameSocket, accept, connect_un
 from sparkhvd.rpc.protection import encryption_problem, require_encryption
 from sparkhvd.rpc.server import Server
 from tests.ranks import RankGroup
+from tests.waiting import soon
 
 SECRET = b"s" * 32
-
-
-def soon() -> Deadline:
-    return Deadline.after(20.0)
 
 
 @contextmanager

@@ -13,14 +13,13 @@ from contextlib import ExitStack, closing
 import pytest
 
 from sparkhvd import _core
-from sparkhvd.deadline import Deadline
 from sparkhvd.errors import DeadlineExceededError
 from sparkhvd.rpc.client import connect
 from sparkhvd.rpc.frames import MAX_FRAME_BYTES, FrameSocket
 from sparkhvd.rpc.messages import Acknowledged, Flush, Message, Output, Started, TaskStatus, decode, encode
 from sparkhvd.rpc.server import Server
 from tests.ranks import RankGroup
-from tests.waiting import wait_for
+from tests.waiting import soon, wait_for
 
 SECRET = b"k" * 32
 
@@ -30,10 +29,6 @@ def await_disconnection(connection: socket.socket) -> None:
     with contextlib.suppress(ConnectionResetError):
         while connection.recv(4096):
             continue
-
-
-def soon() -> Deadline:
-    return Deadline.after(20.0)
 
 
 class Recorder:

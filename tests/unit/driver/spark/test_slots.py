@@ -8,16 +8,13 @@ from sparkhvd.deadline import Deadline
 from sparkhvd.driver.spark import slots
 from sparkhvd.driver.spark.slots import Cluster, fixed_slots, reserve
 from sparkhvd.errors import SlotsError
+from tests.waiting import soon
 
 
 def cluster(master: str, *counts: int, task_cpus: int = 1) -> Cluster:
     """Return a cluster that reports these numbers of slots one after another, and then keeps the last number."""
     series = itertools.chain(counts, itertools.repeat(counts[-1] if counts else 0))
     return Cluster(master, task_cpus, lambda _: next(series))
-
-
-def soon() -> Deadline:
-    return Deadline.after(30.0)
 
 
 @pytest.mark.parametrize(

@@ -61,10 +61,10 @@ def test_fills_of_the_estimator_apply_to_prepared_rows_too(store, prepared):
         assert [column.fill for column in files.manifest.schema.columns] == [-1.0, None]
 
 
-@pytest.mark.parametrize("lies", ["prepared", "there already"])
-def test_a_sparse_column_that_is_stored_dense_is_refused(store, prepared, tmp_path, lies):
+@pytest.mark.parametrize("origin", ["prepared", "existing file"])
+def test_a_sparse_column_that_is_stored_dense_is_refused(store, prepared, tmp_path, origin):
     parquet.write_table(pa.table({"x": [1.0, 2.0], "y": [1.0, 2.0]}), tmp_path / "x.parquet")
-    path = None if lies == "prepared" else str(tmp_path / "x.parquet")
+    path = None if origin == "prepared" else str(tmp_path / "x.parquet")
     with (
         pytest.raises(SchemaError, match=r"sparse_cols names 'x', but these rows hold that column as a dense array\."),
         rows_of(store, None if path else prepared, path, sparse_cols=["x"]),

@@ -96,9 +96,9 @@ def test_only_true_ends_the_training(answer, ends):
     assert EpochCalls(lambda *_: answer).call(history(1)) is ends
 
 
-def test_a_stranger_calls_nothing():
+def test_an_unauthenticated_client_calls_nothing():
     calls = EpochCalls(lambda *_: pytest.fail("was called"))
     with serving(calls) as server:
-        stranger = CallbackAddress(server.address.addresses, b"x" * 32, encrypt=False)
-        with CallbackClient(stranger) as client:
+        forged = CallbackAddress(server.address.addresses, b"x" * 32, encrypt=False)
+        with CallbackClient(forged) as client:
             assert not client.report(history(1))
