@@ -214,7 +214,7 @@ def _kill_once(folder: Path, step: int, rank: int) -> None:
 
 def _measure_joins(folder: Path, megabytes: Sequence[int], rounds: int) -> None:
     for size in megabytes:
-        found: dict[str, list[float]] = {"stop": [], "transfer of the state": [], "the rest": []}
+        times: dict[str, list[float]] = {"stop": [], "transfer of the state": [], "the rest": []}
         for number in range(rounds):
             subfolder = folder / f"join-{size}-{number}"
             subfolder.mkdir()
@@ -227,9 +227,9 @@ def _measure_joins(folder: Path, megabytes: Sequence[int], rounds: int) -> None:
                 launcher="local",
                 verbose=0,
             )
-            for name, seconds in zip(found, (stop, transfer, max(0.0, stop - transfer)), strict=True):
-                found[name].append(seconds)
-        _table(f"a rank joins another, state of {size} MB: seconds between two steps of the old rank", found)
+            for name, seconds in zip(times, (stop, transfer, max(0.0, stop - transfer)), strict=True):
+                times[name].append(seconds)
+        _table(f"a rank joins another, state of {size} MB: seconds between two steps of the old rank", times)
 
 
 def _train_until_joined(folder: str, megabytes: int) -> tuple[float, float]:
@@ -278,11 +278,11 @@ def _large_model(megabytes: int) -> Any:
 
 def _measure_commits(rounds: int) -> None:
     for ranks in (1, 2):
-        found = sparkhvd.run_elastic(_time_commits, (100, 5 * rounds), num_proc=ranks, launcher="local", verbose=0)[0]
-        copies = {"commit()": found["commit"], "one copy of its memory": found["copy"]}
+        times = sparkhvd.run_elastic(_time_commits, (100, 5 * rounds), num_proc=ranks, launcher="local", verbose=0)[0]
+        copies = {"commit()": times["commit"], "one copy of its memory": times["copy"]}
         _table(f"{ranks} ranks, a model of 100 MB: seconds", copies)
         _ratio("one copy of its memory", copies)
-        calls = {"check_host_updates()": found["check"], "allreduce of one number": found["allreduce"]}
+        calls = {"check_host_updates()": times["check"], "allreduce of one number": times["allreduce"]}
         _table(f"{ranks} ranks: microseconds for a call, means of 500", calls)
 
 
@@ -319,15 +319,15 @@ def _time_commits(megabytes: int, rounds: int) -> Mapping[str, list[float]]:
     @hvd.elastic.run
     def loop(state: Any) -> Mapping[str, list[float]]:
         communicator = session.current()
-        found: dict[str, list[float]] = {"commit": [], "copy": [], "check": [], "allreduce": []}
+        times: dict[str, list[float]] = {"commit": [], "copy": [], "check": [], "allreduce": []}
         timed(state.commit)
         timed(copy)
         for _ in range(rounds):
-            found["commit"].append(timed(state.commit))
-            found["copy"].append(timed(copy))
-            found["check"].append(many(state.check_host_updates))
-            found["allreduce"].append(many(lambda: communicator.allreduce(one, name="one")))
-        return found
+            times["commit"].append(timed(state.commit))
+            times["copy"].append(timed(copy))
+            times["check"].append(many(state.check_host_updates))
+            times["allreduce"].append(many(lambda: communicator.allreduce(one, name="one")))
+        return times
 
     return loop(state)
 
@@ -341,18 +341,18 @@ def _compare_steps(rounds: int) -> None:
         "elastic job": lambda: sparkhvd.run_elastic(_time_steps, (600, True), min_num_proc=1, **options)[0],
         "fixed job": lambda: sparkhvd.run(_time_steps, (600, False), **options)[0],
     }
-    found: dict[str, list[float]] = {name: [] for name in turns}
+    times: dict[str, list[float]] = {name: [] for name in turns}
     inside: dict[str, list[float]] = {"with commits": [], "without": []}
     for _ in range(rounds):
         for name, turn in turns.items():
             plain, elastic = turn()
-            found[name].append(elastic if name == "elastic job" else plain)
+            times[name].append(elastic if name == "elastic job" else plain)
             if name == "elastic job":
                 inside["with commits"].append(elastic)
                 inside["without"].append(plain)
     about = f"2 ranks, milliseconds for a step, a commit every {_SAVE_EVERY} in the elastic job"
-    _table(f"{about}: jobs in turns", found)
-    _ratio("fixed job", found)
+    _table(f"{about}: jobs in turns", times)
+    _ratio("fixed job", times)
     _table(f"{about}: blocks of 20 steps of that job in turns", inside)
     _ratio("without", inside)
 
@@ -384,8 +384,8 @@ def _time_steps(steps: int, is_elastic: bool) -> list[float]:
         train(20, is_elastic)
         times: dict[bool, list[float]] = {False: [], True: []}
         for _ in range(steps // 20):
-            for commits, found in times.items():
-                found.append(train(20, commits and is_elastic))
+            for commits, seconds in times.items():
+                seconds.append(train(20, commits and is_elastic))
         return [statistics.median(times[False]), statistics.median(times[True])]
 
     return loop(state)

@@ -50,8 +50,8 @@ def main() -> int:
         sshd.hosts_behind_ssh(Path(name), 2) as both,
     ):
         os.environ["PATH"] = both.path
-        found = [_round_of_sparkhvd(Path(name, str(number)), both) for number in range(options.rounds)]
-        print(f"  sparkhvd  {', '.join(f'{seconds:.1f}' for seconds in found)}", flush=True)
+        rounds = [_round_of_sparkhvd(Path(name, str(number)), both) for number in range(options.rounds)]
+        print(f"  sparkhvd  {', '.join(f'{seconds:.1f}' for seconds in rounds)}", flush=True)
         seconds = _round_of_torchrun(Path(name, "torchrun"), both, options.patience)
         print(f"  torchrun  {f'{seconds:.1f}' if seconds else f'none within {options.patience:g}'}")
     print(f"\n{machine.load()}")

@@ -111,11 +111,11 @@ def compare_fit(rows: DataFrame, folder: Path, rounds: int) -> list[tuple[str, f
         "TorchEstimator, direct": lambda _: fit_estimator(rows, None),
         "TorchEstimator, through a Store": lambda _: fit_estimator(rows, store),
     }
-    found = interleaved("fit", turns, rounds)
-    hand = found["by hand: Parquet, TorchDistributor, DDP, pyarrow"]
+    medians = interleaved("fit", turns, rounds)
+    hand = medians["by hand: Parquet, TorchDistributor, DDP, pyarrow"]
     return [
-        ("fit, direct / by hand", found["TorchEstimator, direct"] / hand, "at most 0.5"),
-        ("fit, through a Store / by hand", found["TorchEstimator, through a Store"] / hand, "at most 0.7"),
+        ("fit, direct / by hand", medians["TorchEstimator, direct"] / hand, "at most 0.5"),
+        ("fit, through a Store / by hand", medians["TorchEstimator, through a Store"] / hand, "at most 0.7"),
     ]
 
 
@@ -182,28 +182,28 @@ def compare_transform(rows: DataFrame, rounds: int) -> list[tuple[str, float, st
     native = network().eval()
     model = TorchModel.from_model(native, rows, feature_cols=COLUMNS)
     count = rows.count()
-    some = rows.limit(max(1, min(2000, count // 10))).cache()
-    some_count = some.count()
+    sample = rows.limit(max(1, min(2000, count // 10))).cache()
+    sample_count = sample.count()
     turns = {
         "TorchModel.transform": lambda _: consume(model.transform(rows).select("prediction")),
         "predict_batch_udf": lambda _: consume(predicted_by_udf(rows, native)),
     }
-    found = interleaved("transform", turns, rounds, warm=True)
+    medians = interleaved("transform", turns, rounds, warm=True)
     loops = interleaved(
         "transform, row at a time",
-        {f"a loop over {some_count} rows": lambda _: predict_rows(some, native)},
+        {f"a loop over {sample_count} rows": lambda _: predict_rows(sample, native)},
         2,
         warm=True,
     )
-    ours, (loop,) = count / found["TorchModel.transform"], loops.values()
-    some.unpersist()
+    ours, (loop,) = count / medians["TorchModel.transform"], loops.values()
+    sample.unpersist()
     return [
         (
             "transform, rows/s / predict_batch_udf",
-            found["predict_batch_udf"] / found["TorchModel.transform"],
+            medians["predict_batch_udf"] / medians["TorchModel.transform"],
             "at least 1.2",
         ),
-        ("transform, rows/s / a row-at-a-time loop", ours / (some_count / loop), "at least 40"),
+        ("transform, rows/s / a row-at-a-time loop", ours / (sample_count / loop), "at least 40"),
     ]
 
 
@@ -247,12 +247,12 @@ def compare_run(spark: SparkSession, rounds: int) -> list[tuple[str, float, str]
         "sparkhvd.run, importing torch": lambda _: sparkhvd.run(join_torch, num_proc=RANKS, spark=spark, verbose=0),
         "TorchDistributor, importing torch": distributed(join_gloo),
     }
-    found = interleaved("run", turns, rounds, before=lambda: python_workers(spark))
+    medians = interleaved("run", turns, rounds, before=lambda: python_workers(spark))
     return [
-        ("run / TorchDistributor", found["sparkhvd.run"] / found["TorchDistributor"], "at most 0.12"),
+        ("run / TorchDistributor", medians["sparkhvd.run"] / medians["TorchDistributor"], "at most 0.12"),
         (
             "run / TorchDistributor, both importing torch",
-            found["sparkhvd.run, importing torch"] / found["TorchDistributor, importing torch"],
+            medians["sparkhvd.run, importing torch"] / medians["TorchDistributor, importing torch"],
             "at most 0.6",
         ),
     ]

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import statistics
 import time
 from collections.abc import Callable
@@ -22,6 +21,7 @@ import torch.distributed as dist
 import sparkhvd
 import sparkhvd.torch as hvd
 from bench import machine
+from tests.ports import free_port
 
 MIB = 1 << 20
 SIZES = (4096, MIB // 4, MIB, 16 * MIB, 128 * MIB)
@@ -48,7 +48,7 @@ def measure(contender: str, ranks: int, seconds: float) -> list[float]:
     """Return the seconds of an allreduce for each size."""
     uses_sparkhvd = contender != "torch.distributed"
     env = {"SPARKHVD_GPU_OPERATIONS": contender if uses_sparkhvd else "staged"}
-    arguments = (uses_sparkhvd, seconds, _free_port())
+    arguments = (uses_sparkhvd, seconds, free_port())
     by_rank = sparkhvd.run(_times_of_rank, args=arguments, num_proc=ranks, launcher="local", env=env, verbose=0)
     return [max(times) for times in zip(*by_rank, strict=True)]
 
@@ -92,12 +92,6 @@ def _median(call: Callable[[], None], seconds: float) -> float:
         call()
         times.append(time.perf_counter() - start)
     return statistics.median(times)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Test endurance: a hundred kills, a thousand cycles of init and shutdown, connections of strangers, and fuzzing.
+"""Test endurance: a hundred kills, a thousand cycles of init and shutdown, unauthenticated clients, and fuzzing.
 
 Further parts are every row of the launchers' fault matrix, elastic jobs and fits with random losses and joins, a model
-above 2 GB, random collectives, property tests with new examples, tests with the mark ``soak``, the wheels in empty
-environments, and the tests with other versions of Python, Spark and all packages.
+above 2 GB, random collectives, all cases of the collectives under ThreadSanitizer, property tests with new examples,
+tests with the mark ``soak``, the wheels in empty environments, and the tests with other versions of Python, Spark and
+all packages.
 
 The program writes a report to ``bench/results/soak.txt``. ``make soak`` runs all parts.
 """
@@ -27,7 +28,7 @@ from unittest import mock
 from pyspark.sql import SparkSession
 
 from tests.comparison import compare, compare_large
-from tests.endurance import connect_repeatedly, connect_two_ranks_repeatedly, kill_random_rank, strangers
+from tests.endurance import connect_repeatedly, connect_two_ranks_repeatedly, kill_random_rank, unauthenticated_clients
 from tests.launch import elastic_chaos, elastic_faults, sshd
 from tests.launch.elastic_faults import ELASTIC_FAULTS, LIMIT_SECONDS, NUM_PROC
 from tests.launch.faults import CUT_OFF_FAULTS, FAULTS, PORT_FAULTS, complaints, inject, ports_taken
@@ -38,7 +39,7 @@ from tests.ranks import RankGroup
 from tests.scripts import results_of, run_script
 
 _ROOT = Path(__file__).parents[1]
-_DECODERS = 12  # the tests with Fuzz in their name
+_DECODERS = 13  # the number of tests in the suite Fuzz
 _MEGABYTE = 1 << 20
 _TABLES = (FAULTS, mpi.MPI_FAULTS, PORT_FAULTS, EXECUTOR_FAULTS, DRIVER_FAULTS, CUT_OFF_FAULTS)
 _PARTS = (
@@ -75,7 +76,7 @@ def kills(count: int) -> str:
 
 
 def connect_and_leave(count: int) -> str:
-    """Connect and leave repeatedly, then for a tenth of the cycles while strangers connect."""
+    """Connect and leave repeatedly, then for a tenth of the cycles while unauthenticated clients connect."""
     lines = [f"init, allreduce, shutdown on 2 ranks, {count} times: after a tenth -> at the end"]
     for rank, (early, late) in enumerate(connect_two_ranks_repeatedly(count)):
         growth = (late[2] - early[2]) / _MEGABYTE
@@ -83,9 +84,9 @@ def connect_and_leave(count: int) -> str:
             f"  rank {rank}: descriptors {early[0]} -> {late[0]}, threads {early[1]} -> {late[1]}, "
             f"memory {early[2] / _MEGABYTE:.1f} MiB {growth:+.1f}"
         )
-    with RankGroup(2, connect=False) as group, strangers(group.pids(), group.port) as counts:
+    with RankGroup(2, connect=False) as group, unauthenticated_clients(group.pids(), group.port) as counts:
         group.run(connect_repeatedly, count // 10, seconds=600.0)
-    lines.append(f"the same {count // 10} times while strangers call: {counts}")
+    lines.append(f"the same {count // 10} times while unauthenticated clients connect: {counts}")
     return "\n".join(lines)
 
 

@@ -2,10 +2,10 @@
 
     python -m bench.startup --rounds 3
 
-All launchers and Spark's own TorchDistributor take turns in a running session. In the rows without a framework, the
-ranks of TorchDistributor do not even connect. The driver and all ranks are on this machine, so with more ranks than
-cores the times include their competition for cores. The program then repeats a small fit, with new processes and with a
-warm start.
+The launchers barrier, local and, if Open MPI is installed, mpi take turns with Spark's own TorchDistributor in a
+running session. In the rows without a framework, the ranks of TorchDistributor do not even connect. The driver and all
+ranks are on this machine, so with more ranks than cores the times include their competition for cores. The program then
+repeats a small fit, with new processes and with a warm start.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ def compare(spark: SparkSession, ranks: int, rounds: int) -> None:
         turns = {launcher: with_launcher(launcher, own, spark, ranks) for launcher in launchers}
         turns["TorchDistributor"] = with_torch_distributor(others, ranks)
         before = partial(python_workers, spark, ranks)
-        found = interleaved(f"{ranks} ranks, {title}", turns, rounds, warm=True, before=before)
-        peer = found.pop("TorchDistributor")
-        parts = [f"{name} {seconds / peer:.2f}" for name, seconds in found.items()]
+        medians = interleaved(f"{ranks} ranks, {title}", turns, rounds, warm=True, before=before)
+        peer = medians.pop("TorchDistributor")
+        parts = [f"{name} {seconds / peer:.2f}" for name, seconds in medians.items()]
         print(f"  of TorchDistributor's time: {', '.join(parts)}", flush=True)
 
 
@@ -74,8 +74,8 @@ def compare_fits(spark: SparkSession, rounds: int) -> None:
             "new processes": partial(fit_again, 0, fit, rows),
             "warm start": partial(fit_again, 600, fit, rows),
         }
-        found = interleaved(f"one more fit, 1 epoch of 64 rows, 2 ranks, {framework}", turns, rounds, warm=True)
-        print(f"  warm start: {found['warm start'] / found['new processes']:.2f} of the time with new processes")
+        medians = interleaved(f"one more fit, 1 epoch of 64 rows, 2 ranks, {framework}", turns, rounds, warm=True)
+        print(f"  warm start: {medians['warm start'] / medians['new processes']:.2f} of the time with new processes")
 
 
 def fit_again(warm_seconds: int, fit: Callable[[DataFrame], object], rows: DataFrame, _: int) -> None:

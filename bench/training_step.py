@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-import socket
 import statistics
 import time
 from collections.abc import Callable
@@ -26,6 +25,7 @@ import torch.distributed as dist
 import sparkhvd
 import sparkhvd.torch as hvd
 from examples.synthetic_benchmark import torch_network
+from tests.ports import free_port
 
 Step = Callable[[], None]
 
@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--write", type=Path, help="file that also receives the table")
     arguments = parser.parse_args()
     results = sparkhvd.run(
-        measure, args=(arguments.seconds, _free_port()), num_proc=arguments.ranks, launcher="local", verbose=0
+        measure, args=(arguments.seconds, free_port()), num_proc=arguments.ranks, launcher="local", verbose=0
     )
     table = _table(results[0], arguments.ranks)
     print(table)
@@ -175,12 +175,6 @@ def _table(rows: list[Row], ranks: int) -> str:
         for row in rows
     ]
     return "\n".join(lines)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 if __name__ == "__main__":
