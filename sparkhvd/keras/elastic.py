@@ -121,7 +121,7 @@ class KerasState(ObjectState):
         return {"variables": self._saved_variables, **super()._saved_copy()}
 
     def _set_saved_copy(self, saved: dict[str, Any]) -> None:
-        self._saved_variables = saved["variables"]
+        self._saved_variables, self._saved_optimizer = saved["variables"], self.optimizer
         super()._set_saved_copy(saved)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from sparkhvd._util.counts import is_integer
 from sparkhvd.comm import session
@@ -60,6 +60,8 @@ class LoaderOptions:
             if not is_integer(value):
                 raise ConfigError(f"{name}={value!r} must be a whole number{' or None' if optional else ''}.")
             object.__setattr__(self, name, int(value))  # NumPy's integers overflow
+        if self.split not in get_args(SplitName):
+            raise ConfigError(f"split={self.split!r} must be one of {', '.join(map(repr, get_args(SplitName)))}.")
 
     def open(self, data: str | Manifest) -> tuple[ParquetSource, ExistingFiles]:
         """Open the rows of this rank; return them and their files."""

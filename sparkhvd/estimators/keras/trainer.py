@@ -227,7 +227,7 @@ class KerasTrainer:
                     verbose=0,
                 )
 
-        # Keras would finalize the variables after every fit(), even if more fits follow; export finalizes them instead.
+        # Keras would finalize the variables after every fit(), even if more fits follow; ``_end`` does it instead.
         object.__setattr__(optimizer, "finalize_variable_values", lambda _variables: None)
         for callback in self._swap_callbacks():  # it would replace the weights with their averages after the last epoch
             callback._finalize_ema_values = lambda: None  # noqa: SLF001

@@ -103,6 +103,19 @@ def test_a_commit_of_another_optimizer_says_what_to_do(alone):
         hvd.elastic.KerasState(fresh).load_commit(content)
 
 
+def test_a_commit_is_loaded_into_a_model_that_was_compiled_after_its_state_was_made(alone):
+    model, fresh = network(), network()
+    model.compile(keras.optimizers.Adam(0.1), "mse")
+    state = hvd.elastic.KerasState(fresh)
+    fresh.compile(keras.optimizers.Adam(0.1), "mse")
+    fresh.optimizer.build(fresh.trainable_variables)
+    optimizer = fresh.optimizer
+    state.load_commit(hvd.elastic.KerasState(model).dump_commit())
+    assert fresh.optimizer is optimizer
+    for value, expected in zip(fresh.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_array_equal(value, expected)
+
+
 @pytest.mark.parametrize(("together", "commits"), [(1, [3, 6, 9, 12]), (2, [4, 6, 10, 12]), (5, [5, 6, 11, 12])])
 def test_commits_count_batches_that_keras_runs_together(alone, together, commits):
     model, seen = network(), []

@@ -62,9 +62,10 @@ def test_columns_must_be_a_list_of_names(folder, columns, message):
         ({"rank": "0", "size": 2}, r"^rank='0' must be a whole number or None\.$"),
         ({"rank": 0, "size": 2.0}, r"^size=2.0 must be a whole number or None\.$"),
         ({"threads": "many"}, r"^threads='many' must be a whole number\.$"),
+        ({"split": "Train"}, r"^split='Train' must be one of 'train', 'validation'\.$"),
     ],
 )
-def test_numbers_of_another_type_are_refused(folder, options, message):
+def test_options_that_cannot_be_meant_are_refused(folder, options, message):
     with pytest.raises(ConfigError, match=message):
         torch_loader(str(folder), **{"batch_size": 64, **options})
 
