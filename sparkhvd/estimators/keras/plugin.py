@@ -511,11 +511,14 @@ def _rebuilt_model(package: Package) -> keras.Model:
         ) from error
 
 
-def _check_scalar(metrics: Mapping[str, npt.ArrayLike]) -> None:
+def _check_scalar(metrics: Mapping[str, keras.KerasTensor]) -> None:
+    import keras  # noqa: PLC0415
+
     for name, value in metrics.items():
-        if np.size(value) != 1:
+        array = np.asarray(keras.ops.convert_to_numpy(value))
+        if array.size != 1:
             raise ParamError(
-                f"The metric {name!r} returns an array of shape {list(np.shape(value))}, but an epoch reports one "
+                f"The metric {name!r} returns an array of shape {list(array.shape)}, but an epoch reports one "
                 "number per metric. Average the values in the metric, as F1Score(average='macro') does, or use one "
                 "metric per value."
             )
