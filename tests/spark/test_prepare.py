@@ -175,18 +175,15 @@ def test_every_supported_type_arrives_unchanged(spark, store):
 @pytest.fixture
 def settings(spark):
     """Provide a function that changes a setting until the end of the test."""
-    before = {}
+    changed = []
 
     def change(name, value):
-        before.setdefault(name, spark.conf.get(name, None))
+        changed.append(name)
         spark.conf.set(name, value)
 
     yield change
-    for name, value in before.items():
-        if value is None:
-            spark.conf.unset(name)
-        else:
-            spark.conf.set(name, value)
+    for name in changed:
+        spark.conf.unset(name)
 
 
 @pytest.mark.parametrize("times", ["TIMESTAMP_MICROS", "INT96", "TIMESTAMP_MILLIS"])
@@ -209,7 +206,7 @@ def test_decimals_times_texts_nested_arrays_and_structs_arrive_with_null_filled(
         "b": "none", "n": -1, "ts": "2000-01-01", "st.a": -1.5, "st.in.v": "none",
     }  # fmt: skip
     selection = select(df.schema, feature_cols=None, label_cols=["y"], fill=fill, transformed=True)
-    spark.conf.set("spark.sql.session.timeZone", "UTC")
+    settings("spark.sql.session.timeZone", "UTC")
     manifest = prepare(df, selection, store, writing=WriteOptions(1, 0))
     assert load(store, manifest.path) == manifest
     wanted = {
