@@ -213,7 +213,8 @@ class ExchangingOptimizer:
         if self._share is not None:
             if not self._loss_is_weighted:  # in a training step that the user wrote
                 grads = weighted(list(grads), self._share)
-            grads = zero_without_rows(list(grads), self._share)
+            if session.size() > 1:
+                grads = zero_without_rows(list(grads), self._share)
         object.__setattr__(self, "_loss_is_weighted", False)
         if self._accumulation is not None:
             self._accumulation.begin_batch(grads)
