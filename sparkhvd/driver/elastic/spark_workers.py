@@ -199,9 +199,7 @@ class LeaseBook:
         """Make all tasks end, including tasks that connect later."""
         with self._lock:
             self._ended = True
-            waiting = [lease.waiting for lease in self._leases.values() if lease.waiting is not None]
-            for lease in self._leases.values():
-                lease.waiting = None
+            waiting = self._take_requests()
         for future in waiting:
             future.set_result(EndLease())
 
@@ -220,7 +218,7 @@ class LeaseBook:
             count = len(self._leases)
             if self._has_formed or count >= min_slots:
                 return 0
-            waiting = [lease.waiting for lease in self._leases.values() if lease.waiting is not None]
+            waiting = self._take_requests()
             self._leases.clear()  # so a task that asks later gets EndLease
             self._inbox.put(self._capacity())
         for future in waiting:
@@ -306,7 +304,15 @@ class LeaseBook:
         if not lease.withdrawn or lease.worker is not None:
             return None
         del self._leases[lease.offer.task_index]
-        return lease.waiting
+        waiting, lease.waiting = lease.waiting, None
+        return waiting
+
+    def _take_requests(self) -> list[Future[Message]]:
+        """Return the waiting requests of all tasks, each of which the caller must answer."""
+        waiting = [lease.waiting for lease in self._leases.values() if lease.waiting is not None]
+        for lease in self._leases.values():
+            lease.waiting = None
+        return waiting
 
     def _lease_of(self, worker: int) -> _Lease | None:
         return next((lease for lease in self._leases.values() if lease.worker == worker), None)

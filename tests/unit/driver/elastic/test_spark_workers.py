@@ -4,6 +4,8 @@ import queue
 from types import SimpleNamespace
 
 from sparkhvd.driver.elastic.spark_workers import LeaseBook, SparkWorkers
+from sparkhvd.rpc.messages import EndLease, NextCommand, OfferSlot, StartWorker
+from sparkhvd.rpc.registration import Introduction, TaskOffer
 
 
 class Failing(SparkWorkers):
@@ -26,3 +28,37 @@ def test_a_lease_that_fails_for_days_is_still_submitted_again():
     workers._keep_lease(0, "tag", None)
     assert workers.pauses[:3] == [0.5, 1.0, 2.0]
     assert workers.pauses[-1] == 30.0
+
+
+class Interrupted(LeaseBook):
+    """A task and its lease, which another thread ends between a decision to send a command and the command."""
+
+    def __init__(self):
+        super().__init__(SimpleNamespace(versions=()), None, queue.SimpleQueue())
+        self.interrupt = lambda: None
+        self.handle(OfferSlot(Introduction(7, TaskOffer(0, "a", "node", "127.0.0.1"), 0)))
+
+    def ask(self):
+        return self.handle(NextCommand(0, 7))
+
+    def _command(self, lease, command):
+        self.interrupt()
+        super()._command(lease, command)
+
+
+def test_a_task_whose_slot_is_withdrawn_while_its_worker_is_stopped_gets_one_answer():
+    book = Interrupted()
+    assert book.start(5, "node")
+    assert book.ask() == StartWorker(5)
+    request = book.ask()
+    book.interrupt = lambda: book.withdraw(0, 7)
+    book.stop(5)
+    assert request.result(0) == book.ask() == EndLease()
+
+
+def test_a_task_whose_slot_is_given_back_while_a_worker_is_started_gets_one_answer():
+    book = Interrupted()
+    request = book.ask()
+    book.interrupt = lambda: book.give_back(2)
+    book.start(5, "node")
+    assert request.result(0) == book.ask() == EndLease()
