@@ -30,8 +30,7 @@ class _TrackedParameter:
 
     name: str
     parameter: torch.Tensor
-    accumulation: Node | None = None  # the node of autograd that adds to ``grad``
-    form: tuple[torch.dtype, torch.device] | None = None  # of the parameter when ``accumulation`` was its node
+    accumulation: Node | None = None  # the node of autograd that adds to ``grad``; set with the hooks
     hooks: list[RemovableHandle] = field(default_factory=list)
     passes: int = 0  # counts the passes of the step from -backward_passes_per_step up; 0 after the last
     transfer: Transfer | None = None
@@ -217,11 +216,8 @@ class GradientExchange:
             if not parameter.requires_grad:
                 continue
             self._unsent += tracked.transfer is None
-            if tracked.form != (form := (parameter.dtype, parameter.device)):  # ``model.to()`` replaces the node
-                tracked.form = form
-                with torch.enable_grad():
-                    tracked.accumulation = parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
             if not tracked.hooks:
+                tracked.accumulation = _accumulation_of(parameter)
                 # A strong reference would keep the parameter forever: the node of autograd holds it where the garbage
                 # collector cannot see it.
                 before = partial(_before_accumulation, exchange, weakref.ref(tracked))
@@ -329,12 +325,22 @@ class GradientExchange:
         return parameter.requires_grad or self._with_frozen
 
 
+def _accumulation_of(parameter: torch.Tensor) -> Node:
+    """Return the node of autograd that adds to the parameter's ``grad``."""
+    with torch.enable_grad():
+        return parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr, return-value]
+
+
 def _is_accumulated(tracked: _TrackedParameter) -> bool:
     """Return whether the running backward pass adds to ``grad``; ``torch.autograd.grad`` only returns gradients."""
     if tracked.accumulation is None:
         return True
+    runs = torch._C._will_engine_execute_node  # noqa: SLF001  (no public name)
     try:
-        return bool(torch._C._will_engine_execute_node(tracked.accumulation))  # noqa: SLF001  (no public name)
+        if runs(tracked.accumulation):
+            return True
+        tracked.accumulation = _accumulation_of(tracked.parameter)  # ``model.to()`` may have replaced it
+        return bool(runs(tracked.accumulation))
     except RuntimeError:  # PyTorch raises it in torch.autograd.grad
         return False
 

@@ -97,12 +97,14 @@ def test_a_hook_takes_the_step_of_each_parameter_during_backward(group, wraps_fi
 def test_shares_of_several_passes_hold_after_the_model_has_changed_its_type():
     model = torch.nn.Linear(3, 1)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), backward_passes_per_step=2)
-    model.double()
-    for share in (0.25, 0.75):
-        optimizer.weight_next(share)
-        (model(torch.ones(1, 3).double()) * 2.0).sum().backward()
-    optimizer.synchronize()
-    assert model.weight.grad.tolist() == [[2.0] * 3]
+    for change in (model.double, lambda: model.float().double()):  # the second one ends with the same type
+        change()
+        optimizer.zero_grad()
+        for share in (0.25, 0.75):
+            optimizer.weight_next(share)
+            (model(torch.ones(1, 3).double()) * 2.0).sum().backward()
+        optimizer.synchronize()
+        assert model.weight.grad.tolist() == [[2.0] * 3]
 
 
 def schedule_from_before(op):
