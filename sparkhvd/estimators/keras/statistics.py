@@ -74,5 +74,6 @@ class LayerStatistics:
 
 def variables_independent_of_rows(model: keras.Model) -> list[keras.Variable]:
     """Return the variables that change in every training step of a rank, also without rows, equally on all ranks."""
-    layers = [x for x in model._flatten_layers() if isinstance(x, keras.layers.SpectralNormalization)]  # noqa: SLF001
+    kind = keras.layers.SpectralNormalization
+    layers = [layer for layer in model._flatten_layers() if isinstance(layer, kind) and layer.built]  # noqa: SLF001
     return [variable for layer in layers for variable in (layer.vector_u, layer.kernel)]

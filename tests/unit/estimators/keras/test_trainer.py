@@ -15,6 +15,7 @@ from sparkhvd.data.schema import columns
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.keras.plugin import PLUGIN
 from sparkhvd.estimators.keras.serialization import artifact
+from sparkhvd.estimators.keras.statistics import variables_independent_of_rows
 from sparkhvd.estimators.training.history import average_over_ranks
 from tests.unit.estimators.arrays import ArraySource, Hooks, partition_rows, schema, spec
 from tests.unit.estimators.keras.networks import (
@@ -171,6 +172,25 @@ def test_spectral_normalization_continues_in_the_steps_of_a_rank_without_rows(gr
     for one, two, plain in zip(mine, other, model.get_weights(), strict=True):
         np.testing.assert_array_equal(one, two)
         np.testing.assert_allclose(one, plain, rtol=1e-4, atol=1e-5)
+
+
+class WithUnusedLayer(keras.Model):
+    """Has a layer that it never calls, so that Keras does not build it."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = (keras.layers.SpectralNormalization(keras.layers.Dense(1)) for _ in range(2))
+
+    def call(self, inputs, training=False):
+        return self.used(inputs, training=training)
+
+
+@pytest.mark.filterwarnings("ignore:.*it has unbuilt state:UserWarning")  # of Keras
+def test_a_spectral_normalization_that_a_model_never_calls_has_no_variables():
+    model = WithUnusedLayer()
+    model(np.ones((1, 2), np.float32))
+    found = variables_independent_of_rows(model)
+    assert [id(variable) for variable in found] == [id(model.used.vector_u), id(model.used.kernel)]
 
 
 def normalized_network(layer):
