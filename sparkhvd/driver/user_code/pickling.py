@@ -125,8 +125,7 @@ class Code:
         Such a value is compared by ``is``, but every pickle would create another object when it is loaded.
         """
         kind: Any = type(value)
-        plain = all(getattr(kind, name) is getattr(object, name) for name in _PLAIN)
-        if not plain or kind.__getstate__(value):
+        if not _is_stateless(value):
             return None
         if (known := pickling.known_single(value)) is not None:
             return known
@@ -186,6 +185,19 @@ class Code:
         if module.name not in cloudpickle.list_registry_pickle_by_value():
             cloudpickle.register_pickle_by_value(loaded)
             self._registered.add(module.name)
+
+
+def _is_stateless(value: object) -> bool:
+    """Return whether ``object.__new__`` creates an equivalent of the value."""
+    kind: Any = type(value)
+    plain = all(getattr(kind, name) is getattr(object, name) for name in _PLAIN)
+    if not plain or kind.__getstate__(value):
+        return False
+    try:
+        object.__reduce_ex__(value, 2)
+    except TypeError:  # compiled code holds its state, as that of a regular expression or a lock
+        return False
+    return True
 
 
 class CodePickler(pickling.Pickler):

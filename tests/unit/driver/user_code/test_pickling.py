@@ -18,7 +18,10 @@ from sparkhvd.errors import ParamError
 PROJECT = {
     "ours/__init__.py": "",
     "ours/deep.py": """
-import enum, functools
+import enum, functools, re, threading
+WORD = re.compile("t.")
+Number = int | float
+LOCK = threading.Lock()
 class Mode(enum.Enum):
     TIMES = 1
 class Missing:
@@ -32,7 +35,9 @@ def cached(x):
 from . import deep
 from .deep import Mode
 def is_times(mode):
-    return mode is Mode.TIMES and deep.cached(7) == 7
+    return mode is Mode.TIMES and deep.cached(7) == 7 and deep.WORD.match("two") and isinstance(7, deep.Number)
+def is_locked():
+    return deep.LOCK.locked()
 """,
     "ours/model.py": """
 from . import deep
@@ -82,6 +87,12 @@ def run_in_new_process(program: str, *contents: bytes, path: Path | None = None)
 def test_code_that_executors_cannot_import_is_sent_and_keeps_its_classes(project):
     content = dumps((project.Scale(), project.predicted), importable_nowhere)
     assert run_in_new_process("print(objects[0][1](objects[0][0], 21))", content) == "21"
+
+
+def test_a_lock_is_refused_before_it_is_sent(project):
+    late = importlib.import_module("ours.late")
+    with pytest.raises(TypeError, match=r"cannot pickle '_thread\.lock' object"):
+        dumps(late.is_locked, importable_nowhere)
 
 
 def test_pickles_of_one_process_share_their_classes(project):
