@@ -132,9 +132,13 @@ def test_closing_a_job_ends_its_ranks(tmp_path):
     assert not any(psutil.pid_exists(int(path.read_text())) for path in tmp_path.iterdir())
 
 
-def test_ranks_that_do_not_become_ready_end_in_a_start_timeout():
+def test_ranks_that_do_not_become_ready_end_in_a_start_timeout(tmp_path):
+    hanging = tmp_path / "python"  # it never reads the arguments, which fill its socket
+    hanging.write_text("#!/bin/sh\nexec sleep 600\n")
+    hanging.chmod(0o755)
+    options = {"num_proc": 1, "launcher": "local", "start_timeout": 1e-6, "executable": str(hanging)}
     with pytest.raises(StartTimeoutError, match=r"Rank \d on host \S+ was not ready to run fn in time"):
-        sparkhvd.run(stay, ("",), num_proc=1, launcher="local", start_timeout=1e-6)
+        sparkhvd.run(stay, ("a" * 1_000_000,), **options)
 
 
 def come_late_on_rank_1() -> None:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Protocol
@@ -216,10 +216,13 @@ class WorkerProcess:
         self._socket = spawned.control
         self._connection = Connection(os.dup(spawned.control.fileno()))
         self.output = OutputPump(spawned.stdout, spawned.stderr, log)
+        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read, name="sparkhvd-worker-reports", daemon=True)
+        self._writer = threading.Thread(target=self._write, name="sparkhvd-worker-messages", daemon=True)
         self._waiter = threading.Thread(target=self._wait, name="sparkhvd-worker-exit", daemon=True)
         self._exited = threading.Event()
         self._reader.start()
+        self._writer.start()
         self._waiter.start()
 
     @property
@@ -227,11 +230,8 @@ class WorkerProcess:
         return self._process.pid
 
     def send(self, message: object) -> None:
-        """Send a message to the worker, unless it has ended (its exit is a separate event)."""
-        try:
-            self._connection.send_bytes(pickle.dumps(message))
-        except OSError:
-            return
+        """Queue a message for the worker, and return at once. If the worker has ended, the message is lost."""
+        self._outbox.put(pickle.dumps(message))
 
     def terminate(self, grace_seconds: float) -> None:
         """Send SIGTERM to the process group, and SIGKILL after ``grace_seconds``; then remove the scratch folder."""
@@ -251,9 +251,11 @@ class WorkerProcess:
         self._closed = True
         self.terminate(grace_seconds)
         self._waiter.join()
-        # A process that left the group may still hold the other end; this wakes the reader regardless.
+        # A process that left the group may still hold the other end; this wakes the reader and the writer regardless.
         self._socket.shutdown(socket.SHUT_RDWR)
+        self._outbox.put(None)
         self._reader.join()
+        self._writer.join()
         self._process.release()
         remove_scratch(self._scratch)  # again: no process writes to it any more
         self.output.finish(OUTPUT_SECONDS)
@@ -266,6 +268,12 @@ class WorkerProcess:
                 self.events.put(pickle.loads(self._connection.recv_bytes()))
             except (OSError, EOFError):
                 return
+
+    def _write(self) -> None:
+        # A spec may be large. If the worker hangs before it reads the spec, this write blocks until ``close``.
+        with suppress(OSError):  # the worker has ended, which is a separate event
+            while (content := self._outbox.get()) is not None:
+                self._connection.send_bytes(content)
 
     def _wait(self) -> None:
         exited = self._process.wait()
