@@ -97,7 +97,11 @@ class LogStream:
         target = sink if sink is not None else (sys.stderr if output.stream == "stderr" else sys.stdout)
         _thread.is_in_write = True
         try:
-            target.write(lines)
+            try:
+                target.write(lines)
+            except UnicodeEncodeError:
+                encoding = getattr(target, "encoding", None) or "ascii"
+                target.write(lines.encode(encoding, "backslashreplace").decode(encoding))
             target.flush()
         except Exception as error:  # noqa: BLE001 - the file is the user's and may be closed
             logger.warning("Output of rank %d cannot be written: %s", output.rank, error)

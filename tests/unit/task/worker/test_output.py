@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import os
 import re
 import threading
@@ -148,6 +149,13 @@ def test_lines_can_be_timestamped():
     stamp, _, rest = stdout.text.partition("[0]")
     assert rest == "<stdout>:x\n"
     assert stamp.count(":") == 2
+
+
+def test_characters_that_the_drivers_stream_cannot_encode_are_escaped():
+    shown = io.TextIOWrapper(io.BytesIO(), encoding="iso8859-2", newline="")
+    LogStream(shown, None, timestamps=False).handle(Output(0, "stdout", "before\n10% ━━ für ñ\nafter".encode()))
+    lines = shown.buffer.getvalue().decode("iso8859-2").replace("[0]<stdout>:", "").splitlines()
+    assert lines == ["before", "10% \\u2501\\u2501 für \\xf1", "after"]
 
 
 def test_a_progress_bar_keeps_its_prefix_and_counts_as_one_line_of_the_tail():
