@@ -580,9 +580,12 @@ def own_devices() -> list[str]:
 
 
 def local_folders() -> tuple[str, ...]:
-    """Return folders for temporary data: Spark's local folders, then the system's folder of temporary files."""
+    """Return folders for temporary data: Spark's local folders, then the system's folder of temporary files, if any."""
     local = tuple(folder for folder in os.environ.get("SPARK_LOCAL_DIRS", "").split(",") if folder)
-    return (*local, tempfile.gettempdir())
+    try:
+        return (*local, tempfile.gettempdir())
+    except FileNotFoundError:  # in a container with a read-only file system, or on a full disk
+        return local
 
 
 # A rank's folder that is removed when its process ends, however it ends.

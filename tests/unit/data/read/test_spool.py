@@ -5,6 +5,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pyarrow as pa
@@ -105,3 +106,12 @@ def test_sparks_local_folders_precede_the_temporary_folder(monkeypatch):
     monkeypatch.setenv("SPARK_LOCAL_DIRS", "/one,/two")
     assert local_folders() == ("/one", "/two", os.environ["TMPDIR"])
     assert Path(local_folders()[-1]).is_dir()
+
+
+def test_without_a_temporary_folder_only_sparks_local_folders_are_used(monkeypatch):
+    def no_folder() -> str:  # as in a container with a read-only file system
+        raise FileNotFoundError("No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "gettempdir", no_folder)
+    monkeypatch.setenv("SPARK_LOCAL_DIRS", "/one,/two")
+    assert local_folders() == ("/one", "/two")
