@@ -10,7 +10,6 @@ import shlex
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -24,7 +23,7 @@ from sparkhvd.config import environment_for_hosts
 from sparkhvd.deadline import Deadline
 from sparkhvd.task.failure_report import describe_exit
 from sparkhvd.task.host.messages import MARKER, HostSetup
-from sparkhvd.task.worker.import_path import IMPORT_PATH, import_path
+from sparkhvd.task.worker.import_path import IMPORT_PATH, import_path, python_module
 
 FIXED_JOB = "sparkhvd.task.host.main"
 ELASTIC_JOB = "sparkhvd.task.elastic.host"
@@ -61,7 +60,7 @@ class HostEnded:
 
 def host_command(host: str, executable: str, options: SshOptions | SrunOptions, module: str = FIXED_JOB) -> list[str]:
     """Return the command that starts the host process. Its only variable is the import path, so it has no secrets."""
-    program = ["env", f"{IMPORT_PATH}={import_path(executable)}", executable or sys.executable, "-m", module]
+    program = ["env", f"{IMPORT_PATH}={import_path(executable)}", *python_module(executable, module)]
     if is_this_machine(host):
         return program
     if isinstance(options, SrunOptions):

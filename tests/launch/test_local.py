@@ -99,6 +99,23 @@ def environment_and_path() -> tuple[str, str | None, list[str]]:
     return sys.executable, os.environ.get("PYTHONPATH"), sys.path
 
 
+def folder_of_module() -> tuple[str, str | None]:
+    import found_twice  # type: ignore[import-not-found]  # noqa: PLC0415
+
+    return found_twice.FOLDER, os.environ.get("PYTHONPATH")
+
+
+@pytest.mark.parametrize("own_path", ["/a folder/of mine", None])
+def test_a_rank_imports_the_modules_of_the_driver_and_not_those_of_the_current_folder(monkeypatch, tmp_path, own_path):
+    for name in ("current", "on path"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "found_twice.py").write_text(f"FOLDER = {name!r}\n")
+    monkeypatch.chdir(tmp_path / "current")
+    monkeypatch.syspath_prepend(tmp_path / "on path")
+    results = sparkhvd.run(folder_of_module, num_proc=1, launcher="local", env={"PYTHONPATH": own_path})
+    assert results == [("on path", own_path)]
+
+
 def fail_on_rank_1(folder: str) -> None:
     Path(folder, os.environ["SPARKHVD_RANK"]).write_text(str(os.getpid()))
     while len(list(Path(folder).iterdir())) < 2:

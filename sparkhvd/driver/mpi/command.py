@@ -6,13 +6,13 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Container, Mapping, Sequence
 from itertools import pairwise
 
 from sparkhvd.driver.mpi.service import MpiHost
 from sparkhvd.errors import LaunchError
 from sparkhvd.task.mpi.job import RANK_COMMAND
+from sparkhvd.task.worker.import_path import python_module
 
 _VERSION_SECONDS = 20.0
 # Open MPI 4 reports its name as OpenRTE if its program is not called mpirun.
@@ -113,7 +113,7 @@ def mpirun_settings(hosts: Sequence[MpiHost], networks: Sequence[str], preset: C
     """
     settings = {
         "plm": "rsh",
-        "plm_rsh_agent": f"{sys.executable} -m {_AGENT}",
+        "plm_rsh_agent": " ".join(python_module("", _AGENT)),
         # Without the tree, mpirun itself starts every orted. An attached orted keeps its agent alive until it ends.
         "plm_rsh_no_tree_spawn": "true",
         "orte_leave_session_attached": "true",

@@ -15,7 +15,7 @@ RANK_SECRET = "SPARKHVD_RANK_SECRET"  # noqa: S105 - the name of a variable
 
 # The command that mpirun starts as every rank, with the Python of the rank's host. It changes to the executor's working
 # directory, which has Spark's ``--files``. Open MPI starts it in the driver's working directory or the home directory.
-RANK_COMMAND = ("/bin/sh", "-c", f'cd "${FOLDER}" && exec "${EXECUTABLE}" -m sparkhvd.task.mpi.rank')
+RANK_COMMAND = ("/bin/sh", "-c", f'cd "${FOLDER}" && exec "${EXECUTABLE}" -P -m sparkhvd.task.mpi.rank')
 
 
 @dataclass(frozen=True)

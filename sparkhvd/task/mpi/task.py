@@ -268,8 +268,9 @@ def _environment(job: Job, task: TaskInfo, listener: RankListener) -> dict[str, 
         RANK_SOCKET: listener.name,
         RANK_SECRET: listener.secret_path,
     }
-    changes = {IMPORT_PATH: import_path(job.executable), **dict(job.env), **rank_variables}
-    return changed_environment(changes, thread_defaults(task.cpus))
+    env = dict(job.env)
+    path = import_path(job.executable, env.get(IMPORT_PATH))
+    return changed_environment({**env, IMPORT_PATH: path, **rank_variables}, thread_defaults(task.cpus))
 
 
 def _not_started(plan: JobPlan, own_slots: Sequence[Slot], started: Sequence[int], service: TaskService) -> Outcome:

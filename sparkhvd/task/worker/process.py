@@ -19,7 +19,7 @@ from typing import Protocol
 
 from sparkhvd.config import SCRATCH, changed_environment
 from sparkhvd.task.worker.exit import Exited, wait_for_child
-from sparkhvd.task.worker.import_path import IMPORT_PATH, import_path
+from sparkhvd.task.worker.import_path import IMPORT_PATH, import_path, python_module
 from sparkhvd.task.worker.output import OutputPump, RankLog
 from sparkhvd.task.worker.scratch import make_scratch, remove_scratch
 from sparkhvd.task.worker.template import ForkedProcess, Offer, Origin, Templates
@@ -93,8 +93,9 @@ def spawn_worker(
         executable: the Python to use; empty is the Python of this process.
         warm_seconds: how long an idle template waits for the next job; 0 uses and starts none.
     """
-    environment = changed_environment({IMPORT_PATH: import_path(executable), **env}, env_defaults)
-    command = (executable or sys.executable, "-m", "sparkhvd.task.worker.main", *preload)
+    path = import_path(executable, env.get(IMPORT_PATH))
+    environment = changed_environment({**env, IMPORT_PATH: path}, env_defaults)
+    command = (*python_module(executable, "sparkhvd.task.worker.main"), *preload)
     if warm_seconds <= 0:
         return _start_worker(command, environment)
     forked = _fork_worker(Origin.of(command, environment))

@@ -60,13 +60,13 @@ def test_ssh_gets_one_quoted_command_and_never_asks_for_a_password():
     command = host_command("node1", "/a path/python", SshOptions(2222, "/key"))
     assert command[:4] == ["ssh", "-T", "-o", "BatchMode=yes"]
     assert command[-6:-1] == ["-p", "2222", "-i", "/key", "node1"]
-    assert command[-1].endswith("'/a path/python' -m sparkhvd.task.host.main")
+    assert command[-1].endswith("'/a path/python' -P -m sparkhvd.task.host.main")
     assert host_command("localhost", "", SshOptions())[0] == "env"
-    assert host_command("node1", "", SshOptions(), ELASTIC_JOB)[-1].endswith(" -m sparkhvd.task.elastic.host")
+    assert host_command("node1", "", SshOptions(), ELASTIC_JOB)[-1].endswith(" -P -m sparkhvd.task.elastic.host")
 
 
 def test_srun_starts_one_task_per_host_of_a_slurm_job():
     command = host_command("node1", "/a path/python", SrunOptions("17"))
     assert command[:3] == ["srun", "--jobid=17", "--nodelist=node1"]
-    assert command[-3:] == ["/a path/python", "-m", "sparkhvd.task.host.main"]
+    assert command[-4:] == ["/a path/python", "-P", "-m", "sparkhvd.task.host.main"]
     assert host_command("localhost", "", SrunOptions("17"))[0] == "env"
