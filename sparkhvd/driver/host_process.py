@@ -69,9 +69,11 @@ def host_command(host: str, executable: str, options: SshOptions | SrunOptions, 
         return ["srun", f"--jobid={options.job_id}", f"--nodelist={host}", *resources, *program]
     port = [] if options.port is None else ["-p", str(options.port)]
     identity = [] if options.identity_file is None else ["-i", options.identity_file]
-    # BatchMode: nobody can type a password. ServerAlive: ssh must notice that a host is unreachable.
-    keep_alive = ["-o", "ServerAliveInterval=3", "-o", "ServerAliveCountMax=3"]
-    return ["ssh", "-T", "-o", "BatchMode=yes", *keep_alive, *port, *identity, host, shlex.join(program)]
+    # BatchMode: nobody can type a password. ServerAlive: ssh must notice that a host is unreachable. ControlMaster: the
+    # user's other connections must not run through this one, and so end with the job.
+    settings = ("BatchMode=yes", "ServerAliveInterval=3", "ServerAliveCountMax=3", "ControlMaster=no")
+    options_of_ssh = [word for setting in settings for word in ("-o", setting)]
+    return ["ssh", "-T", *options_of_ssh, *port, *identity, host, shlex.join(program)]
 
 
 def is_this_machine(host: str) -> bool:

@@ -59,6 +59,7 @@ def test_slots_are_taken_in_the_order_of_the_hosts():
 def test_ssh_gets_one_quoted_command_and_never_asks_for_a_password():
     command = host_command("node1", "/a path/python", SshOptions(2222, "/key"))
     assert command[:4] == ["ssh", "-T", "-o", "BatchMode=yes"]
+    assert "ControlMaster=no" in command, "another connection of the user would end with the job"
     assert command[-6:-1] == ["-p", "2222", "-i", "/key", "node1"]
     assert command[-1].endswith("'/a path/python' -P -m sparkhvd.task.host.main")
     assert host_command("localhost", "", SshOptions())[0] == "env"
