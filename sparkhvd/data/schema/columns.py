@@ -288,6 +288,8 @@ def _scalars(array: pa.Array, column: ColumnSpec, where: str) -> Array:
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
     array = _plain(array)
+    if array.null_count and pa.types.is_decimal(array.type):
+        return _filled_decimals(array, column, where)
     if array.null_count:
         array = pc.fill_null(array, _fill_scalar(column, array.type))
     values: Array
@@ -303,6 +305,17 @@ def _scalars(array: pa.Array, column: ColumnSpec, where: str) -> Array:
         return _as_declared(values, column, where)
     if values.dtype != array_type(column) or column.dtype in OBJECTS:
         raise _type_error(array, column, where)
+    return values
+
+
+def _filled_decimals(array: pa.Array, column: ColumnSpec, where: str) -> Array:
+    """Convert decimals and then put in the fill: the column's type in memory holds it, its decimal type may not."""
+    import pyarrow as pa  # noqa: PLC0415
+    import pyarrow.compute as pc  # noqa: PLC0415
+
+    null = _is_null(array)
+    values = _scalars(pc.fill_null(array, pa.scalar(Decimal(0), array.type)), column, where)
+    values[null] = Decimal(str(column.fill)) if column.dtype == "decimal" else column.fill
     return values
 
 
@@ -353,12 +366,10 @@ def _fill_scalar(column: ColumnSpec, arrow: pa.DataType) -> pa.Scalar:
     import pyarrow as pa  # noqa: PLC0415
 
     fill: object = column.fill
-    if pa.types.is_decimal(arrow):
-        fill = Decimal(str(fill))
-    elif column.dtype.startswith("datetime64"):
+    if column.dtype.startswith("datetime64"):
         moment = np.datetime64(str(fill)).astype(column.dtype)
         return pa.scalar(int(moment.astype(np.int64)), pa.int64() if pa.types.is_integer(arrow) else arrow)
-    elif column.dtype == "bytes":
+    if column.dtype == "bytes":
         fill = str(fill).encode()
     return pa.scalar(fill, arrow)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -119,14 +120,16 @@ def checked_fill(column: ColumnSpec, fill: Fill) -> Fill:
     """Return the value to put in place of NULL.
 
     Raises:
-        SchemaError: the value is not of the column's type, or it is an integer that the type cannot represent exactly.
+        SchemaError: the value is not of the column's type, or it is beyond its range, or it is an integer that the type
+            cannot represent exactly.
     """
-    if not _holds(column.dtype, fill):
+    value: Fill = fill.item() if isinstance(fill, np.generic) else fill
+    if not _holds(column.dtype, value):
         raise SchemaError(
-            f"The fill value {fill!r} does not fit column {column.name!r} of type {column.dtype}. Pass a value of that "
-            "type" + (", as ISO text." if column.dtype.startswith("datetime") else ".")
+            f"The fill value {value!r} does not fit column {column.name!r} of type {column.dtype}. Pass a value of "
+            "that type" + (", as ISO text." if column.dtype.startswith("datetime") else ".")
         )
-    return fill.item() if isinstance(fill, np.generic) else fill
+    return value
 
 
 _TYPE_NAME = {
@@ -142,12 +145,11 @@ def _holds(dtype: str, fill: Fill) -> bool:
         return isinstance(fill, str) and _is_time(fill, dtype)
     if dtype in {"str", "bytes"} or isinstance(fill, str):
         return dtype in {"str", "bytes"} and isinstance(fill, str)
-    if dtype == "bool" or isinstance(fill, bool | np.bool_):
-        return dtype == "bool" and isinstance(fill, bool | np.bool_)
-    if dtype.startswith("float"):
-        # 0.1 has a nearest float32; a large integer may have none that is equal.
-        return not isinstance(fill, int) or float(np.dtype(dtype).type(fill)) == fill
-    return dtype == "decimal" or _is_integer(fill, dtype)
+    if dtype == "bool" or isinstance(fill, bool):
+        return dtype == "bool" and isinstance(fill, bool)
+    if dtype == "decimal":
+        return math.isfinite(_nearest(fill, "float64"))
+    return _is_float(fill, dtype) if dtype.startswith("float") else _is_integer(fill, dtype)
 
 
 def _is_time(text: str, dtype: str) -> bool:
@@ -157,9 +159,23 @@ def _is_time(text: str, dtype: str) -> bool:
         return False
 
 
+def _is_float(fill: float, dtype: str) -> bool:
+    # 0.1 has a nearest float32; a large integer may have none that is equal, and a larger number becomes infinite.
+    nearest = _nearest(fill, dtype)
+    return nearest == fill if isinstance(fill, int) else math.isfinite(nearest) or not math.isfinite(fill)
+
+
+def _nearest(fill: float, dtype: str) -> float:
+    try:
+        with np.errstate(over="ignore"):
+            return float(np.dtype(dtype).type(fill))
+    except OverflowError:  # an integer larger than any float
+        return math.inf
+
+
 def _is_integer(fill: float, dtype: str) -> bool:
     limits = np.iinfo(dtype)
-    return bool(np.isfinite(fill)) and fill == int(fill) and limits.min <= fill <= limits.max
+    return (isinstance(fill, int) or fill.is_integer()) and limits.min <= fill <= limits.max
 
 
 def _dtype(path: tuple[str, ...], element: DataType, text: str) -> str:

@@ -115,12 +115,14 @@ def test_nested_arrays_of_any_fixed_shape_arrive_with_null_filled(data, shape, r
         ([b"a", None], pa.binary(), spec("bytes", fill="?"), np.array([b"a", b"?"], object)),
         ([["a", "b"]], pa.list_(pa.large_string()), spec("str", (2,)), np.array([["a", "b"]], object)),
         ([Decimal("1.50"), None], pa.decimal128(4, 2), spec("float64", fill=0.25), np.array([1.5, 0.25])),
-        ([Decimal("12"), None], pa.decimal128(18, 0), spec("int64", fill=-1), np.array([12, -1])),
+        # A fill may have more digits than the column's decimals.
+        ([Decimal("1.50"), None], pa.decimal128(4, 2), spec("float64", fill=0.123), np.array([1.5, 0.123])),
+        ([Decimal("12"), None], pa.decimal128(4, 0), spec("int64", fill=-12345), np.array([12, -12345])),
         (
             [Decimal(10) ** 29, None],
             pa.decimal128(38, 0),
-            spec("decimal", fill=2),
-            np.array([Decimal(10) ** 29, Decimal(2)], object),
+            spec("decimal", fill=2.5),
+            np.array([Decimal(10) ** 29, Decimal("2.5")], object),
         ),
         (
             [datetime.date(1969, 12, 31), None],

@@ -169,14 +169,16 @@ def test_only_selected_vectors_can_be_sparse():
     ("spark_type", "good", "bad"),
     [
         (t.ByteType(), [-128, 5], [128, 1.5, True, "1", float("nan")]),
-        (t.LongType(), [2**63 - 1], [2**63, "x"]),
-        (t.FloatType(), [0.1, 3, float("nan")], [2**24 + 1, "1.0", False]),
+        (t.LongType(), [2**63 - 1], [2**63, 10**400, "x"]),
+        (t.FloatType(), [0.1, 3, float("nan"), -float("inf")], [2**24 + 1, 1e300, 10**400, "1.0", False]),
+        (t.DoubleType(), [1e300], [10**400]),
         (t.BooleanType(), [True], [1, 0.0]),
         (t.StringType(), ["", "x"], [1]),
         (t.DateType(), ["2020-02-29"], ["2020-02-30", 5]),
         (t.TimestampType(), ["2020-02-29T01:02:03.5"], ["soon", "NaT"]),
         (t.ArrayType(t.IntegerType()), [7], [7.5]),
-        (t.DecimalType(38, 5), [1, 0.5], ["1"]),
+        (t.DecimalType(5, 2), [0.123], ["1"]),
+        (t.DecimalType(38, 5), [1, 0.5], ["1", float("nan"), 10**400]),
     ],
 )
 def test_a_fill_must_be_of_the_columns_type(spark_type, good, bad):
