@@ -246,7 +246,7 @@ def encode_output(prediction: Predicted, column: OutputColumn, arrow: pa.DataTyp
     """Return the Arrow array of a column.
 
     Raises:
-        ModelOutputError: the type cannot hold the shape of the output; the message names both.
+        ModelOutputError: the type cannot hold the shape or the values of the output; the message names both.
     """
     import pyarrow as pa  # noqa: PLC0415  (heavy)
 
@@ -301,18 +301,38 @@ def _nested_arrays(values: npt.NDArray[np.generic], column: OutputColumn, arrow:
     sizes = values.shape[: len(lists) + 1]
     if len(sizes) <= len(lists) or math.prod(values.shape) != math.prod(sizes):
         raise _shape_error(values, column)
-    nested = _elements(values.reshape(-1), element)
+    nested = _elements(values.reshape(-1), element, column)
     for level in range(len(lists), 0, -1):
         offsets = np.arange(math.prod(sizes[:level]) + 1, dtype=np.int32) * np.int32(sizes[level])
         nested = pa.ListArray.from_arrays(pa.array(offsets), nested, type=lists[level - 1])
     return nested
 
 
-def _elements(values: npt.NDArray[Any], element: pa.DataType) -> pa.Array:
+def _elements(values: npt.NDArray[Any], element: pa.DataType, column: OutputColumn) -> pa.Array:
     import pyarrow as pa  # noqa: PLC0415
 
-    if pa.types.is_string(element) or pa.types.is_large_string(element):
-        return pa.array([None if value is None else str(value) for value in values.tolist()], element)
+    if not (pa.types.is_string(element) or pa.types.is_large_string(element)):
+        try:
+            return _numbers(values, element)
+        except (TypeError, ValueError, OverflowError) as error:
+            kinds = sorted({type(value).__name__ for value in values.tolist()})
+            raise ModelOutputError(
+                f"Output column {column.name!r} has the type {column.type!r}, but the model or prediction_fn returned "
+                f"values of type {' and '.join(kinds)}. Return only numbers, with NaN for NULL, or set another type "
+                "with setOutputTypes."
+            ) from error
+    texts = values.tolist()
+    if any(isinstance(text, bytes) for text in texts):
+        raise ModelOutputError(
+            f"Output column {column.name!r} has the type {column.type!r}, but the model or prediction_fn returned "
+            "bytes. Decode them in prediction_fn, for example with numpy.char.decode(values.astype(bytes), 'utf-8')."
+        )
+    return pa.array([None if text is None else str(text) for text in texts], element)
+
+
+def _numbers(values: npt.NDArray[Any], element: pa.DataType) -> pa.Array:
+    import pyarrow as pa  # noqa: PLC0415
+
     numpy_type = np.dtype(element.to_pandas_dtype())
     if numpy_type.kind not in "iub" or np.can_cast(values.dtype, numpy_type):
         return pa.array(np.ascontiguousarray(values, dtype=numpy_type), element)

@@ -168,6 +168,11 @@ def test_the_largest_integers_are_exact():
         ),
         (VALUES * 1j, OutputColumn("o", "array<float>"), pa.list_(pa.float32()), "returned complex numbers"),
         ({"b": VALUES}, OutputColumn("o", "float"), pa.float32(), r"returned the fields \['b'\]"),
+        (np.array([b"a", b"b"]), OutputColumn("o", "string"), pa.string(), "'o' has the type 'string', .* bytes"),
+        (np.array(["a", b"b"], object), OutputColumn("o", "string"), pa.string(), "returned bytes"),
+        (np.array(["a", "b"]), OutputColumn("o", "int"), pa.int32(), r"'o' has the type 'int', .* type str\. Return"),
+        (np.array(["a", 1], object), OutputColumn("o", "float"), pa.float32(), r"of type int and str\. Return only"),
+        (np.array([1, None]), OutputColumn("o", "boolean"), pa.bool_(), "values of type NoneType and int"),
     ],
 )
 def test_values_that_do_not_fit_the_type_are_refused(values, column, arrow, message):
