@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from sparkhvd.comm.collectives.buffers import DTYPES, Array
+from sparkhvd.comm.collectives.buffers import DTYPES, Array, refuse_mask
 from sparkhvd.errors import ConfigError
 
 Writable = Array | bytearray | memoryview
@@ -21,8 +21,7 @@ def array_of(values: npt.ArrayLike, what: str) -> Array:
     Raises:
         ConfigError: NumPy cannot read the values, some of them are masked, or collectives do not support their dtype.
     """
-    if isinstance(values, np.ma.MaskedArray):
-        raise ConfigError(f"{what} is a masked array, whose mask would be lost. Pass filled(), or data and mask.")
+    refuse_mask(values, what)
     try:
         array = np.asarray(values)
     except (TypeError, ValueError, RuntimeError) as problem:

@@ -72,9 +72,10 @@ def buffer_of(array: Array, what: str) -> Buffer:
     """Return the memory of a C-contiguous array, without a copy.
 
     Raises:
-        ConfigError: the core does not support the element type or its byte order, or the array is not contiguous. The
-            message names the array ``what``.
+        ConfigError: the core does not support the element type or its byte order, or the array is masked or not
+            contiguous. The message names the array ``what``.
     """
+    refuse_mask(array, what)
     if array.dtype.name not in DTYPES:
         raise ConfigError(f"{what} has dtype {array.dtype}; collectives take {', '.join(sorted(DTYPES))}.")
     if not array.dtype.isnative:  # dtype.name is the same for both byte orders
@@ -82,6 +83,16 @@ def buffer_of(array: Array, what: str) -> Buffer:
     if not array.flags.c_contiguous:
         raise ConfigError(f"{what} of shape {array.shape} is not contiguous; pass numpy.ascontiguousarray(array).")
     return Buffer(array.ctypes.data, array.shape, array.dtype.name, array)
+
+
+def refuse_mask(values: object, what: str) -> None:
+    """Refuse a masked array: the core reads its memory, including the masked elements.
+
+    Raises:
+        ConfigError: the values are a masked array. The message names them ``what``.
+    """
+    if isinstance(values, np.ma.MaskedArray):
+        raise ConfigError(f"{what} is a masked array, whose mask would be lost. Pass filled(), or data and mask.")
 
 
 def as_bytes(array: Array) -> Array:

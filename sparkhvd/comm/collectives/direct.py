@@ -7,7 +7,7 @@ import numpy as np
 from sparkhvd._core import CoreError
 from sparkhvd.comm.channel import HasChannels
 from sparkhvd.comm.collectives import arrays
-from sparkhvd.comm.collectives.buffers import Array, ReduceOp
+from sparkhvd.comm.collectives.buffers import Array, ReduceOp, refuse_mask
 from sparkhvd.comm.failures import translate
 from sparkhvd.comm.process_sets import ProcessSet
 from sparkhvd.errors import ConfigError
@@ -41,7 +41,7 @@ def allreduce_now(
         The result, the same on every rank.
 
     Raises:
-        ConfigError: an array is not contiguous, or the core does not support its dtype.
+        ConfigError: an array is masked or not contiguous, or the core does not support its dtype.
         MismatchError: on every rank, if the ranks disagree; the communicator stays usable.
         PeerLostError: a rank has ended, or left a call through an exception such as ``KeyboardInterrupt``.
         DeadlineExceededError: not all ranks called it in time; the communicator has ended.
@@ -49,7 +49,9 @@ def allreduce_now(
     engine = me.channel(process_set).engine
     if not engine.has_direct_calls():
         return _allreduce(me, array, op, name="allreduce_now", out=out, process_set=process_set)
+    refuse_mask(array, "The array to reduce")
     target = np.empty_like(array) if out is None else out
+    refuse_mask(target, "The array for the result")
     try:
         engine.allreduce_now(array, target, op)
     except CoreError as error:

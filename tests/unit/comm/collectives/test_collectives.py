@@ -261,3 +261,13 @@ def test_a_single_rank_gets_back_its_own_input(alone):
 
 def test_a_group_that_would_reduce_memory_twice_in_place_is_refused(group):
     group.run(reduce_memory_twice)
+
+
+def test_masked_arrays_are_refused(alone):
+    values, masked = np.ones(2), np.ma.masked_array(np.ones(2), [False, True])
+    for call in (alone.allreduce, alone.allreduce_now, alone.allgather, alone.alltoall, alone.broadcast):
+        with pytest.raises(ConfigError, match=r"is a masked array, whose mask would be lost\. Pass filled\(\)"):
+            call(masked)
+    for call in (alone.allreduce, alone.allreduce_now, alone.broadcast):
+        with pytest.raises(ConfigError, match="The array for the result is a masked array"):
+            call(values, out=masked)
