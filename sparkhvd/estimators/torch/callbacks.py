@@ -75,4 +75,4 @@ class TorchCallback:
         """
 
     def on_train_end(self, run: TorchRun) -> None:
-        """Run after the last epoch."""
+        """Run after the last epoch, also when a run resumes that was interrupted there."""

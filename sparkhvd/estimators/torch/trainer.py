@@ -20,7 +20,7 @@ from sparkhvd.data.read.batches import Batch, BatchSource
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.plugin import TrainHooks, TrainSpec
 from sparkhvd.estimators.reports import EpochRecord, EpochReport, StepReport, StepTimes
-from sparkhvd.estimators.torch.callbacks import TorchRun
+from sparkhvd.estimators.torch.callbacks import TorchCallback, TorchRun
 from sparkhvd.estimators.torch.checkpoint.attributes import ChangedAttributes
 from sparkhvd.estimators.torch.checkpoint.frozen import freeze_only, frozen_parameters
 from sparkhvd.estimators.torch.checkpoint.optimizer_groups import load_with_groups, named_groups, options_unchanged
@@ -88,6 +88,7 @@ class TorchTrainer:
         self._stepper = Stepper(self._forward, package.stepping, divisors, spec.sample)
         losses = {f"losses[{index}]": loss for index, loss in enumerate(package.objective.loss_modules())}
         self._attributes = ChangedAttributes({"model": package.model, **losses, "optimizer": package.optimizer})
+        self._ended = False  # whether callbacks have ended the training
 
     def state(self) -> bytes:
         """Return the weights and all state that a step changes; ``torch.load(..., weights_only=True)`` loads it."""
@@ -104,6 +105,7 @@ class TorchTrainer:
             "scaler": self._stepper.scaler.state_dict(),
             **self._loss_states(),
             "attributes": self._attributes.state(),
+            "ended": self._ended,
         }
         torch.save(content, buffer)
         return buffer.getvalue()
@@ -131,6 +133,7 @@ class TorchTrainer:
             self._stepper.scaler.load_state_dict(content["scaler"])
         self._restore_losses(content)
         self._attributes.restore(content.get("attributes", {}))
+        self._ended = content.get("ended", False)
 
     def fit(self, train: BatchSource, val: BatchSource | None, hooks: TrainHooks) -> None:
         """Train from ``hooks.first_epoch`` to the last epoch, or until a hook stops it; collective."""
@@ -142,7 +145,10 @@ class TorchTrainer:
         optimizer = hvd.DistributedOptimizer(self._plain_optimizer, compression=self._package.stepping.compression)
         run = TorchRun(self._model, optimizer, self._world.rank, self._world.size, self._spec.epochs)
         is_over = hooks.first_epoch >= self._spec.epochs
-        callbacks = () if is_over else self._package.callbacks
+        callbacks = self._package.callbacks
+        has_end = any(type(callback).on_train_end is not TorchCallback.on_train_end for callback in callbacks)
+        if is_over and (self._ended or not has_end):  # else the run was interrupted after its last epoch
+            callbacks = ()
         if self._world.rank == 0 and not is_over:
             self._attributes.warn_of_missing()
         self._renormalization.attach(optimizer)
@@ -155,6 +161,7 @@ class TorchTrainer:
                     break
             for callback in callbacks:
                 callback.on_train_end(run)
+            self._ended = has_end
         finally:
             self._renormalization.detach()
             optimizer.close()

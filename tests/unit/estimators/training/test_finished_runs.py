@@ -122,7 +122,7 @@ def test_a_run_that_stopped_early_keeps_the_changes_of_on_train_end(alone, tmp_p
     assert np.array_equal(again, trained)
 
 
-def test_a_final_state_of_an_earlier_epoch_is_ignored(alone, tmp_path):
+def test_a_run_that_was_interrupted_after_its_last_epoch_gets_the_changes_of_on_train_end(alone, tmp_path):
     make = partial(torch_trainer, AddAtEnd())
     fit(make, tmp_path, alone, 2)
     store = Store.create(str(tmp_path))
@@ -130,8 +130,8 @@ def test_a_final_state_of_an_earlier_epoch_is_ignored(alone, tmp_path):
         stale = file.read()
     trained, _ = fit(make, tmp_path, alone, 3)
     store.delete(layout.final_path("run", 2))
-    before, _ = fit(make, tmp_path, alone, 3)
+    resumed, _ = fit(make, tmp_path, alone, 3)
+    assert np.array_equal(resumed, trained)
     store.publish(layout.final_path("run", 1), stale)  # as if a fit had been killed before it deleted this file
     again, _ = fit(make, tmp_path, alone, 3)
-    assert np.array_equal(again, before)
-    assert not np.array_equal(again, trained)
+    assert np.array_equal(again, trained), "the final state of an earlier epoch is ignored"
