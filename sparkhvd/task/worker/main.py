@@ -28,6 +28,7 @@ from sparkhvd._util.texts import first_line
 from sparkhvd.comm import session
 from sparkhvd.config import export, scratch_folder
 from sparkhvd.errors import (
+    AuthenticationError,
     CollectiveError,
     DataError,
     DeadlineExceededError,
@@ -252,6 +253,8 @@ def _is_secondary(error: BaseException | None) -> bool:
     """Return whether another rank's failure caused this error, judged by its type and message."""
     own_rank = session.launch_context().world.rank
     while error is not None:
+        if isinstance(error, AuthenticationError):
+            return True  # a peer that ends during the handshake looks like one that does not know the secret
         if isinstance(error, CollectiveError | DeadlineExceededError) and not isinstance(error, MismatchError):
             # If this rank itself failed, the core's message begins with "rank {own_rank}: " or names no rank.
             others = {int(rank) for rank in _RANKS.findall(str(error))} - {own_rank}

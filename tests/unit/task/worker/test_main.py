@@ -15,6 +15,7 @@ import pytest
 from sparkhvd.comm.connect.launch_context import LaunchContext
 from sparkhvd.config import Config
 from sparkhvd.errors import (
+    AuthenticationError,
     CollectiveError,
     DeadlineExceededError,
     MismatchError,
@@ -97,6 +98,7 @@ def test_exit_codes_are_described_by_their_cause():
     [
         (PeerLostError("gone"), True),
         (DeadlineExceededError("late"), True),
+        (AuthenticationError("rank 1 does not know the secret"), True),
         (CollectiveError("rank 1: listen on 127.0.0.1:0: Address already in use"), True),
         (CollectiveError("receive from rank 1: rank 1 aborted: shapes differ"), True),
         (CollectiveError("rank 0: listen on 127.0.0.1:0: Address already in use"), False),
