@@ -92,11 +92,13 @@ class InMemoryFiles:
         folder.mkdir(exist_ok=True)
         for path, content in self.content:
             file = folder / _session_name(path)
-            if not file.exists():
+            added = file.with_name(f".{file.name}.added")
+            if not added.exists():
                 unfinished = file.with_name(f".{uuid.uuid4().hex}")
                 unfinished.write_bytes(content)
                 unfinished.replace(file)
-                spark.sparkContext.addFile(str(file))
+                spark.sparkContext.addFile(str(file))  # Spark ignores a file that it already has
+                added.touch()
 
 
 def _session_name(path: str) -> str:

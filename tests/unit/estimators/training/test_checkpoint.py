@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
+from pyspark import SparkFiles
 
 from sparkhvd.data.external.parquet_files import open_existing
 from sparkhvd.data.read.readers import ReadOptions
@@ -129,3 +133,22 @@ def test_any_number_of_ranks_validates_on_the_rows_of_the_fixed_number_of_shards
         return [sorted(x for batch in step for x in batch.columns["x"].tolist()) for step in steps]
 
     assert validated(3, size) == validated(None, 3)
+
+
+def test_files_that_spark_did_not_accept_are_added_by_the_next_transform(tmp_path, monkeypatch):
+    added = []
+
+    def add(file):
+        if not added:
+            added.append("failed")
+            raise OSError("interrupted")
+        added.append(Path(file).read_bytes())
+
+    monkeypatch.setattr(SparkFiles, "getRootDirectory", lambda: str(tmp_path))
+    session = SimpleNamespace(sparkContext=SimpleNamespace(addFile=add))
+    files = job_files.InMemoryFiles((("model/weights", b"content"),))
+    with pytest.raises(OSError, match="interrupted"):
+        files.sent_with(session)
+    files.sent_with(session)
+    files.sent_with(session)
+    assert added == ["failed", b"content"]
