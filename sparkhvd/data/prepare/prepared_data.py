@@ -10,7 +10,8 @@ over.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -293,13 +294,10 @@ def _write_new(
 
 def _find_by_name(store: Store, name: str, keep_seconds: float) -> PreparedData | None:
     for note, dataset_id in notes_of(store, name):
-        lease = leases.take(store, dataset_id, keep_seconds, ())
-        manifest = _load_if_complete(store, dataset_id)
-        if manifest is not None:
+        prepared = _reuse(store, note, dataset_id, keep_seconds)
+        if prepared is not None:
             logger.info("Reusing dataset %s, which has the name %r", dataset_id, name)
-            return PreparedData(store, manifest, lease, reused=True)
-        store.delete(note)
-        leases.release_and_log(replace(lease, keep_seconds=0.0))
+            return prepared
     return None
 
 
@@ -325,14 +323,8 @@ def hold(store: Store, dataset_id: str) -> PreparedData:
         DataError: its manifest is damaged.
     """
     lease = leases.borrow(store, dataset_id)
-    try:
+    with _withdrawn_on_error(lease):
         return PreparedData(store, load(store, layout.manifest_path(dataset_id)), lease, reused=True)
-    except BaseException:
-        try:
-            lease.withdraw()
-        except SparkHvdError as error:  # it must not hide the original error
-            logger.warning("Could not release dataset %s in %s: %s", dataset_id, store.url, error)
-        raise
 
 
 def open_here(store: Store, columns: Collection[str]) -> Manifest | None:
@@ -391,15 +383,38 @@ def _fingerprint_of(
 
 def _find_by_fingerprint(store: Store, known: Fingerprint, keep_seconds: float) -> PreparedData | None:
     for note in reversed(store.list(layout.fingerprint_folder(known.text))):
-        dataset_id = note.rpartition("/")[2]
-        lease = leases.take(store, dataset_id, keep_seconds, known.caches)
+        prepared = _reuse(store, note, note.rpartition("/")[2], keep_seconds, known)
+        if prepared is not None:
+            logger.info("Reusing dataset %s, which already holds these rows", prepared.dataset_id)
+            return prepared
+    return None
+
+
+def _reuse(
+    store: Store, note: str, dataset_id: str, keep_seconds: float, known: Fingerprint | None = None
+) -> PreparedData | None:
+    """Open the dataset that a note leads to; remove the note and the dataset if it is incomplete or has other rows."""
+    lease = leases.take(store, dataset_id, keep_seconds, () if known is None else known.caches)
+    with _withdrawn_on_error(lease):
         manifest = _load_if_complete(store, dataset_id)
-        if manifest is not None and manifest.fingerprint == known.text:
-            logger.info("Reusing dataset %s, which already holds these rows", dataset_id)
+        if manifest is not None and (known is None or manifest.fingerprint == known.text):
             return PreparedData(store, manifest, lease, reused=True)
         store.delete(note)
-        leases.release_and_log(replace(lease, keep_seconds=0.0))
+    leases.release_and_log(replace(lease, keep_seconds=0.0))
     return None
+
+
+@contextmanager
+def _withdrawn_on_error(lease: leases.Lease) -> Iterator[None]:
+    """Withdraw a lease if the code inside ``with`` raises."""
+    try:
+        yield
+    except BaseException:
+        try:
+            lease.withdraw()
+        except SparkHvdError as error:  # it must not hide the original error
+            logger.warning("Could not release dataset %s in %s: %s", lease.dataset_id, lease.store.url, error)
+        raise
 
 
 def _load_if_complete(store: Store, dataset_id: str) -> Manifest | None:

@@ -16,8 +16,9 @@ import pytest
 from sparkhvd._util.process_identity import machine_id
 from sparkhvd.data import torch_loader
 from sparkhvd.data.external.parquet_files import open_data, open_existing
-from sparkhvd.data.prepare.prepared_data import clean, hold
+from sparkhvd.data.prepare.prepared_data import _find_by_fingerprint, _find_by_name, clean, hold
 from sparkhvd.data.reuse import leases
+from sparkhvd.data.reuse.fingerprint import Fingerprint
 from sparkhvd.errors import DataError, SchemaError, StoreError
 from sparkhvd.store import layout
 from tests.waiting import wait_for
@@ -450,3 +451,24 @@ def test_a_loader_of_a_manifest_takes_no_lease(store, make_dataset):
     before = store.list(layout.LEASES)
     assert len(torch_loader(manifest, 4, store=store)) == 3
     assert store.list(layout.LEASES) == before
+
+
+@pytest.mark.parametrize(
+    ("note", "find"),
+    [
+        (layout.name_path("mine", "d"), lambda store: _find_by_name(store, "mine", 60.0)),
+        (layout.fingerprint_path("f", "d"), lambda store: _find_by_fingerprint(store, Fingerprint("f"), 60.0)),
+    ],
+)
+def test_a_lease_ends_if_the_store_fails_before_its_rows_are_reused(store, make_dataset, monkeypatch, note, find):
+    make_dataset(dataset_id="d")
+    store.publish(note, b"")
+
+    def fail(*_):
+        raise StoreError("unavailable")
+
+    monkeypatch.setattr(type(store), "exists", fail)
+    with pytest.raises(StoreError, match="unavailable"):
+        find(store)
+    assert store.list(layout.LEASES) == []
+    assert ids_of(store) == ["d"]
