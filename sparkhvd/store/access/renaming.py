@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import time
+import uuid
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,25 +20,58 @@ def rename_once(temporary: Path, target: Path) -> None:
     Only one writer can create the folder ``.<name>.claim``; that writer checks the name and renames the file. The claim
     of a killed writer is removed after a minute.
 
+    A claim contains a folder with a unique name, its token. So a writer that removes the old claim of a killed writer
+    cannot remove the new claim of another writer that did so first: its token differs, and a folder that is not empty
+    cannot be removed.
+
     Raises:
         FileExistsError: the name exists.
         DeadlineExceededError: other writers kept claiming the name.
     """
     claim = target.with_name(f".{target.name}.claim")
+    token = claim / uuid.uuid4().hex
     deadline = Deadline.after(3 * _CLAIM_SECONDS)
-    while not _create(claim):
+    while not _acquire(claim, token):
         _refuse_existing(target)
         deadline.check(f"the removal of {claim}")
-        with suppress(FileNotFoundError):
-            if time.time() - claim.stat().st_mtime > _CLAIM_SECONDS:
-                claim.rmdir()
+        _remove_expired(claim)
         time.sleep(_POLL_SECONDS)
     try:
         _refuse_existing(target)
         temporary.rename(target)
     finally:
+        _remove(claim, token)
+
+
+def _acquire(claim: Path, token: Path) -> bool:
+    """Create the claim and its token; return whether this writer holds it."""
+    if not _create(claim):
+        return False
+    held = False
+    try:
+        # Another writer may have removed the claim before it had a token, and a third one may have created it again.
         with suppress(FileNotFoundError):
-            claim.rmdir()
+            token.mkdir()
+            held = list(claim.iterdir()) == [token]
+    finally:
+        if not held:
+            _remove(claim, token)
+    return held
+
+
+def _remove_expired(claim: Path) -> None:
+    """Remove a claim that is so old that its writer must have been killed."""
+    with suppress(FileNotFoundError):
+        tokens = list(claim.iterdir())  # before its age is read, since another claim may replace it at any time
+        if time.time() - claim.stat().st_mtime > _CLAIM_SECONDS:
+            _remove(claim, *tokens)
+
+
+def _remove(claim: Path, *tokens: Path) -> None:
+    """Remove these tokens, and the claim unless it has another one."""
+    for folder in (*tokens, claim):
+        with suppress(OSError):
+            folder.rmdir()
 
 
 def _create(folder: Path) -> bool:

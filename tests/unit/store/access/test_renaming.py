@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -50,12 +51,49 @@ def test_a_writer_that_finds_a_claim_waits_for_its_outcome(tmp_path, monkeypatch
     assert claim.exists(), "it belongs to the first"
 
 
-def test_the_claim_of_a_killed_writer_is_removed(tmp_path, monkeypatch):
-    claim, target, temporary = tmp_path / ".m.claim", tmp_path / "m", tmp_path / "t"
-    temporary.write_text("second")
+def leave_claim(target, *tokens):
+    """Leave the claim of a writer that was killed two minutes ago."""
+    claim = target.with_name(f".{target.name}.claim")
     claim.mkdir()
+    for token in tokens:
+        (claim / token).mkdir()
     os.utime(claim, (time.time() - 120, time.time() - 120))
+    return claim
+
+
+@pytest.mark.parametrize("tokens", [(), ("killed",)])
+def test_the_claim_of_a_killed_writer_is_removed(tmp_path, monkeypatch, tokens):
+    target, temporary = tmp_path / "m", tmp_path / "t"
+    temporary.write_text("second")
+    claim = leave_claim(target, *tokens)
     monkeypatch.setattr(renaming, "_POLL_SECONDS", 0.0)
     renaming.rename_once(temporary, target)
     assert target.read_text() == "second"
+    assert not claim.exists()
+
+
+@pytest.mark.parametrize("tokens", [(), ("killed",)])
+def test_a_writer_that_removes_an_old_claim_late_does_not_remove_its_successor(tmp_path, monkeypatch, tokens):
+    target, temporary = tmp_path / "m", tmp_path / "t"
+    temporary.write_text("late")
+    claim = leave_claim(target, *tokens)
+    rmdir = Path.rmdir
+    others = claim / "of another writer"
+
+    def remove_after_another_writer(folder):
+        monkeypatch.setattr(Path, "rmdir", rmdir)
+        renaming._remove_expired(claim)
+        assert renaming._acquire(claim, others)
+        rmdir(folder)
+
+    def publish_first(_seconds):
+        assert others.exists()
+        target.write_text("first")
+        renaming._remove(claim, others)
+
+    monkeypatch.setattr(Path, "rmdir", remove_after_another_writer)
+    monkeypatch.setattr(renaming.time, "sleep", publish_first)
+    with pytest.raises(FileExistsError):
+        renaming.rename_once(temporary, target)
+    assert target.read_text() == "first"
     assert not claim.exists()
