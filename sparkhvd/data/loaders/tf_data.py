@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -18,14 +19,16 @@ if TYPE_CHECKING:
 def dataset(source: RowSource, epochs: int) -> tf.data.Dataset:
     """Return the batches of the first ``epochs`` epochs of a source."""
     sparse = columns.sparse_widths(source.schema)
+    rows = weakref.proxy(source)  # TensorFlow keeps the function below until the process ends
 
     def batches() -> Iterator[dict[str, Any]]:
         for epoch in range(epochs):
-            for batch in source.epoch(epoch):
+            for batch in rows.epoch(epoch):
                 yield {name: _value(array, sparse.get(name)) for name, array in batch.columns.items()}
 
     signature = {name: _spec(name, array, sparse.get(name)) for name, array in source.sample.items()}
     dataset = tf.data.Dataset.from_generator(batches, output_signature=signature)
+    dataset._sparkhvd_source = source  # noqa: SLF001  (pipelines and iterators keep the dataset that they are made of)
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
     dataset = dataset.apply(tf.data.experimental.assert_cardinality(source.steps() * epochs)).with_options(options)

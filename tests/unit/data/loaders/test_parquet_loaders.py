@@ -258,9 +258,11 @@ def test_vectors_that_were_prepared_sparse_are_sparse_tensors(sparse):
 
 
 TENSORFLOW = """
+import gc
 import sys
 import tensorflow as tf
 from sparkhvd.data import tf_dataset, torch_loader
+from sparkhvd.data.read.readers import RowSource
 
 folder, nine, sparse = sys.argv[1:]
 data = tf_dataset(folder, 64, epochs=2, columns=["id", "a.b", "a"], seed=4)
@@ -281,6 +283,13 @@ assert [len(batch["id"]) for batch in data] == [4, 0]
 first, second = tf_dataset(sparse, 3, shuffle=False)
 assert tf.sparse.to_dense(first["v"]).numpy().tolist() == [[0, 0, 3, 0, 0], [0, 0, 0, 0, 0], [1, 0, 0, 0, 2]]
 assert second["v"].shape.as_list() == [1, 5] and second["v"].values.numpy().tolist() == [-1]
+# An iterator keeps its rows, also for the next epoch; nothing else keeps the rows of pipelines that are gone.
+ids = iter(tf_dataset(folder, 64, epochs=2).map(lambda row: row["id"]))
+gc.collect()
+assert len(list(ids)) == 10
+del data, loader, ids
+gc.collect()
+assert not [source for source in gc.get_objects() if isinstance(source, RowSource)]
 print("all right")
 """
 
