@@ -30,10 +30,8 @@ from sparkhvd.deadline import Deadline
 from sparkhvd.errors import AuthenticationError, DeadlineExceededError, HorovodInternalError, LaunchError
 from sparkhvd.world import World
 
-# A worker may wait for weeks for a slot. The end of the driver ends the wait.
+# A worker may wait for weeks for a slot, or for a suspended driver. The end of the driver ends the wait.
 _WAIT_SECONDS = 400 * 86400.0
-# The time limit of a request to the membership server, which answers at once unless its host is overloaded.
-_REPORT_SECONDS = 30.0
 
 # The errors of a worker whose generation has lost a member. A member or a rendezvous that ends during the handshake of
 # a new connection looks like one that does not know the secret. The membership server has already shown that the
@@ -224,7 +222,7 @@ class Membership:
     def _report(self, kind: str, reason: str = "", path: str = "") -> None:
         report = Report(kind, self.generation, self.commit, reason, path)
         key = report_key(self._address.worker, self._reports)
-        self._connected_client().set(key, report.to_json(), Deadline.after(_REPORT_SECONDS))
+        self._connected_client().set(key, report.to_json(), Deadline.after(_WAIT_SECONDS))
         self._reports += 1
 
     def _connected_client(self) -> RendezvousClient:

@@ -76,6 +76,22 @@ def test_ranks_whose_training_has_ended_are_not_notified():
     server.close()
 
 
+def test_a_report_waits_for_a_driver_that_is_suspended_for_a_day(monkeypatch):
+    reports = []
+
+    def set_after_a_day(_client, key, _value, deadline):
+        assert deadline.remaining() > 86400.0
+        reports.append(key)
+
+    server = MembershipServer(b"secret", queue.SimpleQueue())
+    membership = Membership(LaunchContext(membership=replace(server.address, worker=0)))
+    monkeypatch.setattr(RendezvousClient, "set", set_after_a_day)
+    membership.synced()
+    assert reports == [report_key(0, 0)]
+    membership.close()
+    server.close()
+
+
 def test_the_server_knows_the_ranks_that_a_rank_of_the_current_generation_could_not_reach():
     server = MembershipServer(b"secret", queue.SimpleQueue())
     assert server.unreachable(1, 2) == [], "no generation has formed"
