@@ -56,20 +56,20 @@ class StudySettings:
                 "A search with a storage needs study_name: by this name, a later call finds the study and continues it."
             )
         storage = _opened_storage(self.storage) if isinstance(self.storage, str) else self.storage
-        study = optuna.create_study(
-            storage=storage,
-            study_name=self.name or f"search-{datetime.now(UTC):%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:8]}",
-            sampler=self.sampler,
-            pruner=self.pruner,
-            directions=list(directions),
-            load_if_exists=True,
-        )
-        if (stored := [direction.name.lower() for direction in study.directions]) != list(directions):
-            raise ParamError(
-                f"Study {self.name!r} in this storage has the directions {stored}, but this search has "
-                f"{list(directions)}. Choose another study_name, or search by the same metrics."
-            )
         try:
+            study = optuna.create_study(
+                storage=storage,
+                study_name=self.name or f"search-{datetime.now(UTC):%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:8]}",
+                sampler=self.sampler,
+                pruner=self.pruner,
+                directions=list(directions),
+                load_if_exists=True,
+            )
+            if (stored := [direction.name.lower() for direction in study.directions]) != list(directions):
+                raise ParamError(
+                    f"Study {self.name!r} in this storage has the directions {stored}, but this search has "
+                    f"{list(directions)}. Choose another study_name, or search by the same metrics."
+                )
             yield study
         finally:
             if isinstance(storage, optuna.storages.RDBStorage) and storage is not self.storage:
