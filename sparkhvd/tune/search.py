@@ -14,7 +14,15 @@ from sparkhvd.estimators.api.estimator import DistributedEstimator
 from sparkhvd.estimators.training.sample_rows import require_spark_dataframe
 from sparkhvd.store.protocol import Store
 from sparkhvd.tune.halving import SuccessiveHalving
-from sparkhvd.tune.study import Direction, StudySettings, check_comparable, held, run_prefix, seed_of
+from sparkhvd.tune.study import (
+    Direction,
+    StudySettings,
+    check_comparable,
+    held,
+    refuse_running_elsewhere,
+    run_prefix,
+    seed_of,
+)
 from sparkhvd.tune.trials import Limits, Space, Trials
 
 if TYPE_CHECKING:
@@ -189,6 +197,7 @@ def _search(  # noqa: PLR0917
             "rows": [data.train_rows, data.validation_rows],
         }
         check_comparable(study, facts)
+        refuse_running_elsewhere(study, store)
         trials = Trials(
             template, data, store, space, study, metrics, spark, prefix, halving=halving, keep_runs=keep_runs
         )

@@ -23,6 +23,7 @@ Direction = Literal["minimize", "maximize"]
 
 _MARK = "sparkhvd:"  # the prefix of this package's attributes in a study
 _RUNS = f"{_MARK}runs"
+_STORE = f"{_MARK}store"
 
 _LONGEST_END = "-0123abcd-1234567"  # of a run's id, after the name of its study
 
@@ -118,6 +119,23 @@ def held(store: Store, study_name: str) -> Iterator[None]:
         except ParamError as error:
             raise ParamError(f"Study {study_name!r} belongs to a search that is still running: {error}") from error
         yield
+
+
+def refuse_running_elsewhere(study: optuna.Study, store: Store) -> None:
+    """Refuse a study whose trials run in another Store, because ``held`` excludes searches with the same Store only.
+
+    Raises:
+        ParamError: a search with another Store runs trials, or was killed.
+    """
+    from optuna.trial import TrialState  # noqa: PLC0415  (optional)
+
+    last: str = study.user_attrs.get(_STORE, store.url)
+    if last != store.url and study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+        raise ParamError(
+            f"Study {study.study_name!r} has trials that run in the Store {last}, but this search has {store.url}. "
+            "Continue with the first Store, or choose another study_name."
+        )
+    study.set_user_attr(_STORE, store.url)
 
 
 def run_prefix(study: optuna.Study) -> str:

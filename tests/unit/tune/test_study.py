@@ -2,10 +2,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import optuna
 import pytest
 
 from sparkhvd.errors import ParamError
-from sparkhvd.tune.study import StudySettings
+from sparkhvd.store import Store
+from sparkhvd.tune.study import StudySettings, refuse_running_elsewhere
 
 
 def is_open(path: Path) -> bool:
@@ -22,3 +24,15 @@ def test_a_database_is_closed_when_its_study_is_refused(tmp_path):
     with pytest.raises(ParamError, match=message) as refusal, settings.opened(["maximize"]):
         pass
     assert not is_open(database), refusal
+
+
+def test_a_study_whose_trials_run_in_another_store_is_refused(tmp_path):
+    first, second = (Store.create(str(tmp_path / name)) for name in ("first", "second"))
+    study = optuna.create_study(study_name="mine")
+    refuse_running_elsewhere(study, first)
+    trial = study.ask()
+    refuse_running_elsewhere(study, first)
+    with pytest.raises(ParamError, match=r"Study 'mine' has trials that run in the Store \S+/first, but .*/second"):
+        refuse_running_elsewhere(study, second)
+    study.tell(trial, 1.0)
+    refuse_running_elsewhere(study, second)
