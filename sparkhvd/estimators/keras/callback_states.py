@@ -58,6 +58,13 @@ def restore_callbacks(
             callback.monitor_op = getattr(keras.ops, str(arrays[f"{prefix}.monitor_op"]))
 
 
+def append_to_files(callbacks: Sequence[keras.callbacks.Callback]) -> None:
+    """Make the callbacks of a resumed run keep the files of the interrupted run, which they would overwrite."""
+    for callback in callbacks:
+        if isinstance(callback, keras.callbacks.CSVLogger):
+            callback.append = True  # it writes the header only if the file is missing or empty
+
+
 def changes_model_at_end(callback: keras.callbacks.Callback) -> bool:
     """Return whether a callback may change the model when the training ends."""
     if type(callback).__module__.startswith("keras."):

@@ -22,7 +22,12 @@ from sparkhvd.data.read.batches import BatchSource
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.keras.arrays import arrays_from_bytes, arrays_to_bytes
 from sparkhvd.estimators.keras.callback_list import TrainingCallbackList
-from sparkhvd.estimators.keras.callback_states import callback_states, changes_model_at_end, restore_callbacks
+from sparkhvd.estimators.keras.callback_states import (
+    append_to_files,
+    callback_states,
+    changes_model_at_end,
+    restore_callbacks,
+)
 from sparkhvd.estimators.keras.dataset import BatchDataset, as_input_of_fit
 from sparkhvd.estimators.keras.divisors import CurrentBatch, divide_over_ranks
 from sparkhvd.estimators.keras.graph_flags import GraphFlags
@@ -122,6 +127,7 @@ class KerasTrainer:
             ParamError: the saved optimizer has other variables, because it was created with other settings.
         """
         self._checkpoint = state
+        append_to_files(self._package.callbacks)
         arrays = arrays_from_bytes(state)
         optimizer = self._model.optimizer
         if not optimizer.built:

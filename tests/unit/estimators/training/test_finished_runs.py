@@ -135,3 +135,13 @@ def test_a_run_that_was_interrupted_after_its_last_epoch_gets_the_changes_of_on_
     store.publish(layout.final_path("run", 1), stale)  # as if a fit had been killed before it deleted this file
     again, _ = fit(make, tmp_path, alone, 3)
     assert np.array_equal(again, trained), "the final state of an earlier epoch is ignored"
+
+
+def test_a_csv_logger_of_keras_keeps_the_rows_of_earlier_epochs_when_a_run_resumes(alone, tmp_path):
+    file = tmp_path / "log.csv"
+    file.write_text("rows of another training")
+    for epochs in (1, 2, 2):
+        fit(partial(keras_trainer, keras.callbacks.CSVLogger(file)), tmp_path, alone, epochs)
+        header, *rows = file.read_text().splitlines()
+        assert header.startswith("epoch,")
+        assert [row.split(",")[0] for row in rows] == list("01")[:epochs]
