@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import cloudpickle
 import torch
@@ -24,6 +24,7 @@ from sparkhvd.estimators.batch_dependence import BatchDependence
 from sparkhvd.estimators.lightning.checkpoint import best_model
 from sparkhvd.estimators.lightning.package import LightningPackage
 from sparkhvd.estimators.lightning.params import LightningParams
+from sparkhvd.estimators.lightning.steps import refuse_unscalable
 from sparkhvd.estimators.lightning.trainer import LightningTrainer
 from sparkhvd.estimators.params.backend import Placement, is_elastic
 from sparkhvd.estimators.params.policies import check_monitored, monitored_metrics
@@ -51,6 +52,8 @@ from sparkhvd.estimators.training.synthetic_rows import at_least_two_rows
 from sparkhvd.estimators.training.user_errors import describe_error, with_full_stop
 from sparkhvd.lightning.flavour import FlavourName, default_flavour, flavour_of, import_lightning
 from sparkhvd.world import World
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -92,10 +95,11 @@ class LightningPlugin:
         are_shapes_known = all(column.shape is not None for column in schema.columns)
         if rows is None and not are_shapes_known:
             return []
+        scaled = bool(params.get("scale_lr"))
         if rows is not None:
-            return _try_out(payload, schema, rows)
+            return _try_out(payload, schema, rows, scaled=scaled)
         synthetic_rows = {column.name: columns.blank(column, _SYNTHETIC_ROWS) for column in schema.columns}
-        return _try_out(payload, schema, synthetic_rows, synthetic=True)
+        return _try_out(payload, schema, synthetic_rows, synthetic=True, scaled=scaled)
 
     def try_out(self, payload: bytes, schema: DataSchema, rows: Arrays) -> list[tuple[int, ...]]:
         """See ``FrameworkPlugin.try_out``.
@@ -333,10 +337,12 @@ def _check_trainer_args(trainer_args: Mapping[str, object], params: Mapping[str,
             raise ParamError(f"trainer_args has {name!r}, which Lightning's Trainer does not take.")
 
 
-def _try_out(payload: bytes, schema: DataSchema, rows: Arrays, *, synthetic: bool = False) -> list[tuple[int, ...]]:
+def _try_out(
+    payload: bytes, schema: DataSchema, rows: Arrays, *, synthetic: bool = False, scaled: bool = False
+) -> list[tuple[int, ...]]:
     """Return the shapes of the outputs for some rows; an empty list if only real rows can show them."""
     package = unpack(payload)
-    _refuse_created_optimizers(package)
+    _refuse_created_optimizers(package, scaled=scaled)
     sample = at_least_two_rows(rows)
     outputs = _forward(package, schema, sample, synthetic=synthetic)
     if outputs is None:
@@ -353,8 +359,11 @@ def _try_out(payload: bytes, schema: DataSchema, rows: Arrays, *, synthetic: boo
     return [tuple(output.shape[1:]) for output in outputs]
 
 
-def _refuse_created_optimizers(package: LightningPackage) -> None:
-    """Refuse optimizers of ``configure_optimizers`` whose steps need a closure, if it can run without a Trainer."""
+def _refuse_created_optimizers(package: LightningPackage, *, scaled: bool) -> None:
+    """Refuse results of ``configure_optimizers`` that cannot be trained with, if it can run without a Trainer.
+
+    These are optimizers whose steps need a closure and, if ``scale_lr`` is set, schedulers that it cannot scale.
+    """
     if package.plain:
         return
     module: Any = package.model
@@ -365,16 +374,18 @@ def _refuse_created_optimizers(package: LightningPackage) -> None:
     except Exception as error:  # noqa: BLE001  (a user's function may need a rank)
         logger.debug("configure_optimizers was not checked on the driver: %s", error)
         return
-    for optimizer in _lbfgs_of(created):
+    for optimizer in _created(created, torch.optim.LBFGS):
         refuse_closure(optimizer)
+    if scaled:
+        refuse_unscalable(_created(created, torch.optim.lr_scheduler.LRScheduler))
 
 
-def _lbfgs_of(created: object) -> list[torch.optim.LBFGS]:
-    """Return all LBFGS optimizers in a result of ``configure_optimizers``."""
-    if isinstance(created, torch.optim.LBFGS):
-        return [created]
-    parts = created.values() if isinstance(created, dict) else created if isinstance(created, list | tuple) else ()
-    return [optimizer for part in parts for optimizer in _lbfgs_of(part)]
+def _created(result: object, kind: type[T]) -> list[T]:
+    """Return all objects of a kind in a result of ``configure_optimizers``."""
+    if isinstance(result, kind):
+        return [result]
+    parts = result.values() if isinstance(result, dict) else result if isinstance(result, list | tuple) else ()
+    return [found for part in parts for found in _created(part, kind)]
 
 
 def _forward(

@@ -36,7 +36,7 @@ from sparkhvd.estimators.torch.checkpoint.frozen import freeze_only
 from sparkhvd.estimators.torch.checkpoint.safe_state import plain_numbers
 from sparkhvd.estimators.torch.losses.divisors import counted_rows
 from sparkhvd.estimators.torch.renormalization import Renormalization, rows_keep_their_norms
-from sparkhvd.estimators.torch.schedule import RATES, scale_schedule
+from sparkhvd.estimators.torch.schedule import RATES, refuse_own_rates, scale_schedule
 from sparkhvd.lightning.reductions import reduce_op as find_reduce_op
 from sparkhvd.torch.buffers import buffers_unchanged, synchronize_buffers
 from sparkhvd.torch.sync_batch_norm import synchronized_layers
@@ -240,6 +240,7 @@ class EstimatorSteps:
         if self.earlier_optimizers:
             load_earlier_states(self.optimizers, self.earlier_optimizers, schedulers)
         if self.lr_scale != 1.0:
+            refuse_unscalable(schedulers)
             scale_lr(self.optimizers, schedulers, self.lr_scale)
 
     def load_checkpoint(self, checkpoint_path: str | Path, *rest: object, **named: object) -> dict[str, Any]:
@@ -464,6 +465,16 @@ def _neutral_element(value: Any, reduction: object) -> Any:
         return _NEUTRAL_ELEMENTS[name]
     dtype = value.dtype if value.is_floating_point() else torch.get_default_dtype()
     return torch.full_like(value, _NEUTRAL_ELEMENTS[name], dtype=dtype)
+
+
+def refuse_unscalable(schedulers: Iterable[object]) -> None:
+    """Refuse schedulers that ``scale_lr`` cannot scale.
+
+    Raises:
+        ParamError: a scheduler is an ``SWALR``, or contains one.
+    """
+    for scheduler in schedulers:
+        refuse_own_rates(scheduler, ("SWALR",))
 
 
 def scale_lr(optimizers: Sequence[torch.optim.Optimizer], schedulers: Sequence[Any], factor: float) -> None:

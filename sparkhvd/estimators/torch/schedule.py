@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -158,15 +158,29 @@ def _create_scheduler(schedule: LRSchedule, optimizer: torch.optim.Optimizer, lr
             f"LRSchedule(monitor={schedule.monitor!r}) is for ReduceLROnPlateau; {type(scheduler).__name__} reads no "
             "metric. Leave monitor out."
         )
-    with_rates = [type(part).__name__ for part in parts_of(scheduler) if type(part).__name__ in _RATE_OWNERS]
-    if lr_scale != 1.0 and with_rates:
-        raise ParamError(
-            f"scale_lr=True cannot scale the learning rates that {with_rates[0]} was created with. Scale them yourself "
-            "and leave scale_lr out."
-        )
+    if lr_scale != 1.0:
+        refuse_own_rates(scheduler, _RATE_OWNERS)
     if is_scheduler:
         scale_schedule(scheduler, lr_scale)
     return scheduler
+
+
+def refuse_own_rates(scheduler: object, kinds: Collection[str]) -> None:
+    """Refuse schedulers of some kinds, whose own learning rates ``scale_lr`` cannot scale.
+
+    Args:
+        scheduler: the scheduler; schedulers that it is composed of are refused, too.
+        kinds: the names of their classes.
+
+    Raises:
+        ParamError: the scheduler is of such a kind.
+    """
+    names = [type(part).__name__ for part in parts_of(scheduler) if type(part).__name__ in kinds]
+    if names:
+        raise ParamError(
+            f"scale_lr=True cannot scale the learning rates that {names[0]} was created with. Scale them yourself and "
+            "leave scale_lr out."
+        )
 
 
 def parts_of(scheduler: Any) -> list[Any]:

@@ -35,6 +35,16 @@ def lbfgs_with_schedule(model):
     return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)}
 
 
+def with_swalr(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return [optimizer], [{"scheduler": torch.optim.swa_utils.SWALR(optimizer, 0.05), "interval": "epoch"}]
+
+
+def with_swalr_on_a_rank(model):
+    assert model.trainer.max_epochs, "the driver cannot call this function"
+    return with_swalr(model)
+
+
 def iterating():
     class Iterating(type(module())):
         def training_step(self, dataloader_iter):
@@ -49,6 +59,7 @@ ADAPTED = {
     "lazy until setup": lambda: lazy(setup=lambda model, stage: model.layers(torch.zeros(2, 6))),
     "complex": lambda: module().to(torch.complex64),
     "lbfgs": lambda: created_by_hook(lbfgs_with_schedule),
+    "swalr": lambda: created_by_hook(with_swalr),
     "iterating": iterating,
     "needs a trainer": lambda: created_by_hook(lambda model: model.trainer.estimated_stepping_batches),
 }
@@ -118,6 +129,8 @@ def refused(more):
         ({"label_cols": ("y",)}, [(3,)]),
         ({"model": "plain", "closure": True}, "LBFGS decides from the loss of its own rank"),
         ({"model": "lbfgs"}, "LBFGS decides from the loss of its own rank how many evaluations a step takes"),
+        ({"model": "swalr", "scale_lr": True}, "cannot scale the learning rates that SWALR was created with. Scale"),
+        ({"model": "swalr"}, [(3,)]),
         ({"model": "iterating"}, "training_step of Iterating takes a dataloader_iter, from which it fetches batches"),
         ({"model": "needs a trainer"}, [(3,)]),
         ({"model": "lazy"}, "parameters ['layers.weight', 'layers.bias'] have no shape and no values yet. Call the"),
@@ -133,6 +146,19 @@ def refused(more):
 def test_unsupported_parameters_are_refused_on_the_driver(group, more, message):
     found = group.run(refused, more)[0]
     assert message == found or (isinstance(message, str) and message in found)
+
+
+def error_of_scaled_swalr():
+    from sparkhvd.errors import ParamError  # noqa: PLC0415
+
+    trainer = trainer_of(created_by_hook(with_swalr_on_a_rank), how={"scale_lr": True})
+    with pytest.raises(ParamError) as error:
+        trainer.fit(source([(4, 4)], session.current().world.rank), None, Hooks())
+    return str(error.value)
+
+
+def test_the_ranks_refuse_a_schedule_that_the_driver_cannot_create(group):
+    assert "cannot scale the learning rates that SWALR was created with" in group.run(error_of_scaled_swalr)[0]
 
 
 def particular(raises):
