@@ -40,7 +40,7 @@ class History(list[dict[str, Any]]):
 
         Raises:
             ConfigError: matplotlib is not installed.
-            ParamError: the history is empty.
+            ParamError: the history is empty or has no metrics.
         """
         try:
             from matplotlib import pyplot  # noqa: PLC0415  (optional)
@@ -50,8 +50,10 @@ class History(list[dict[str, Any]]):
             ) from error
         if not self:
             raise ParamError("This model has no history because from_model created it; it was not trained here.")
+        names = list(dict.fromkeys(name for _, part in _PARTS for entry in self for name in _flat(entry[part])))
+        if not names:
+            raise ParamError("The history has no loss and no metrics: the steps of the training returned none.")
         table = self.to_pandas()
-        names = [*_flat(self[0]["train"])]
         figure, axes = pyplot.subplots(
             1, len(names), figsize=(4.5 * len(names), 3.5), layout="constrained", squeeze=False
         )

@@ -58,6 +58,15 @@ def test_the_history_is_plotted_with_training_and_validation_in_one_chart():
         History().plot()
 
 
+def test_metrics_are_plotted_that_only_the_validation_or_later_epochs_have():
+    records = [EpochRecord(0, {}, {"right": 0.4}), EpochRecord(1, {"loss": 1.0}, {"right": 0.6})]
+    figure = to_history(records).plot()
+    assert [chart.get_title() for chart in figure.axes] == ["loss", "right"]
+    assert [line.get_label() for chart in figure.axes for line in chart.get_lines()] == ["train", "validation"]
+    with pytest.raises(ParamError, match="The history has no loss and no metrics"):
+        to_history([EpochRecord(0, {})]).plot()
+
+
 def test_tensorboard_reads_the_event_files_of_a_run(tmp_path):
     assert crc32c(b"123456789") == 0xE3069283, "the check value of CRC-32C"
     store = Store.create(str(tmp_path))
