@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from decimal import Decimal
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -315,7 +315,8 @@ def _filled_decimals(array: pa.Array, column: ColumnSpec, where: str) -> Array:
 
     null = _is_null(array)
     values = _scalars(pc.fill_null(array, pa.scalar(Decimal(0), array.type)), column, where)
-    values[null] = Decimal(str(column.fill)) if column.dtype == "decimal" else column.fill
+    fill: Any = Decimal(str(column.fill)) if column.dtype == "decimal" else column.fill
+    values[null] = fill
     return values
 
 

@@ -289,7 +289,7 @@ gc.collect()
 assert len(list(ids)) == 10
 del data, loader, ids
 gc.collect()
-assert not [source for source in gc.get_objects() if isinstance(source, RowSource)]
+assert not [source for source in gc.get_objects() if issubclass(type(source), RowSource)]
 print("all right")
 """
 
