@@ -10,6 +10,7 @@ import numpy as np
 import sparkhvd.keras as hvd
 from sparkhvd.comm import session
 from sparkhvd.data import ColumnSpec, DataSchema
+from sparkhvd.errors import HorovodInternalError
 from sparkhvd.estimators.keras.plugin import PLUGIN
 from tests.unit.estimators.arrays import Hooks, partition_rows, schema, spec
 
@@ -85,6 +86,11 @@ def sequences(count):
     random = np.random.default_rng(2)
     made = {"x": random.integers(0, 4, (count, 5)), "y": random.normal(size=(count, 5, 1))}
     return {**made, "w": random.uniform(size=count)}
+
+
+def lose_a_rank(*_):
+    """Stand for a collective that fails."""
+    raise HorovodInternalError("rank 1 was lost")
 
 
 # The number of rows of every rank in each step of an epoch.

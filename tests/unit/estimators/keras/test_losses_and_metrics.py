@@ -29,6 +29,7 @@ from tests.unit.estimators.keras.networks import (
     Keeping,
     both,
     built,
+    lose_a_rank,
     masking,
     network,
     parameters,
@@ -144,10 +145,6 @@ def test_weights_of_rows_cost_no_second_computation_of_the_loss():
     assert (
         count_calls_of_a_loss_for_sequences(weighted=True) == count_calls_of_a_loss_for_sequences(weighted=False) == 1
     )
-
-
-def lose_a_rank(*_):
-    raise HorovodInternalError("rank 1 was lost")
 
 
 def test_a_rank_that_is_lost_in_the_exchange_for_a_mask_is_an_error_that_an_elastic_fit_recovers_from(monkeypatch):

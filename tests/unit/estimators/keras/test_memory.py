@@ -12,11 +12,7 @@ from sparkhvd.errors import HorovodInternalError
 from sparkhvd.estimators.keras.divisors import CurrentBatch
 from sparkhvd.estimators.keras.plugin import PLUGIN
 from tests.unit.estimators.arrays import Hooks, partition_rows, spec
-from tests.unit.estimators.keras.networks import SEQUENCES, masking, parameters, sequences
-
-
-def lose_a_rank(*_):
-    raise HorovodInternalError("rank 1 was lost")
+from tests.unit.estimators.keras.networks import SEQUENCES, lose_a_rank, masking, parameters, sequences
 
 
 def fit_once(*, completes):
