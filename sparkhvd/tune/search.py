@@ -22,6 +22,7 @@ from sparkhvd.tune.study import (
     refuse_running_elsewhere,
     run_prefix,
     seed_of,
+    warn_of_other_rows,
 )
 from sparkhvd.tune.trials import Limits, Space, Trials
 
@@ -195,8 +196,10 @@ def _search(  # noqa: PLR0917
             "random_seed": template.getOrDefault(template.random_seed),
             "validation": template.getOrDefault(template.validation),
             "rows": [data.train_rows, data.validation_rows],
+            "label ranges": {name: [smallest, largest] for name, smallest, largest in data.manifest.labels},
         }
         check_comparable(study, facts)
+        warn_of_other_rows(study, data.manifest.fingerprint)
         refuse_running_elsewhere(study, store)
         trials = Trials(
             template, data, store, space, study, metrics, spark, prefix, halving=halving, keep_runs=keep_runs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +19,8 @@ from sparkhvd.store.protocol import Store
 
 if TYPE_CHECKING:
     import optuna
+
+logger = logging.getLogger(__name__)
 
 Direction = Literal["minimize", "maximize"]
 
@@ -172,3 +175,22 @@ def check_comparable(study: optuna.Study, facts: Mapping[str, object]) -> None:
                 f"so they could not be compared. Continue with the same {name}, or choose another study_name."
             )
         study.set_user_attr(key, value)
+
+
+def warn_of_other_rows(study: optuna.Study, fingerprint: str | None) -> None:
+    """Warn if a continued study may train on other rows than before, though ``check_comparable`` found no difference.
+
+    Args:
+        study: the study, which keeps the fingerprint of the latest search.
+        fingerprint: of the rows; None if they cannot be recognized. It also depends on the session's settings, so equal
+            rows may have different fingerprints.
+    """
+    key = f"{_MARK}fingerprint"
+    stored = study.user_attrs.get(key)
+    if fingerprint is not None and stored not in {None, fingerprint}:
+        logger.warning(
+            "The rows of study %r, or settings of Spark on which they depend, have changed since its earlier trials. "
+            "If the rows differ, the trials cannot be compared; choose another study_name then.",
+            study.study_name,
+        )
+    study.set_user_attr(key, fingerprint)

@@ -188,7 +188,7 @@ def test_another_study_of_the_same_name_trains_separate_runs(df, store):
     assert runs(store) == {first.best_model.getRunId(), second.best_model.getRunId()}
 
 
-def test_a_continued_search_refuses_changes_that_make_trials_incomparable(df, store, tmp_path):
+def test_a_continued_search_refuses_changes_that_make_trials_incomparable(df, store, tmp_path, caplog):
     """Also check that the search returns the unchanged model of the earlier best trial."""
     settings = {"storage": optuna.storages.InMemoryStorage(), "study_name": "search"}
     first = tune.minimize(estimator(store), df, space, 1, **settings)
@@ -201,6 +201,9 @@ def test_a_continued_search_refuses_changes_that_make_trials_incomparable(df, st
         "have metrics": lambda: tune.minimize(estimator(store), df, space, 2, metric="loss", **settings),
         "have random_seed": lambda: tune.minimize(estimator(store, random_seed=4), df, space, 2, **settings),
         "have rows": lambda: tune.minimize(estimator(store), df.limit(60), space, 2, **settings),
+        "have label ranges": lambda: tune.minimize(
+            estimator(store), df.withColumn("y", df.y * 2), space, 2, **settings
+        ),
         "have validation": lambda: tune.minimize(estimator(store, validation=0.5), df, space, 2, **settings),
         "is not in file:.*other": lambda: tune.minimize(
             estimator(Store.create(str(tmp_path / "other"))), df, space, 2, **settings
@@ -213,6 +216,9 @@ def test_a_continued_search_refuses_changes_that_make_trials_incomparable(df, st
         with pytest.raises(ParamError, match=complaint):
             search()
     assert runs(store) == {first.best_model.getRunId()}
+    assert "The rows of study 'search'" not in caplog.text
+    tune.minimize(estimator(store), df.withColumn("a", df.a * 2), space, 1, **settings)
+    assert "The rows of study 'search', or settings of Spark" in caplog.text
 
 
 def test_an_interrupted_trial_keeps_the_parameters_that_the_space_did_not_ask_for_yet(df, store):
