@@ -32,16 +32,18 @@ class _Attempt:
     """The state of one attempt of the stage; the exchange succeeds for all its tasks or for none."""
 
     statuses: dict[int, TaskStatus] = field(default_factory=dict)  # the last status of each connected task
+    ranked: set[int] = field(default_factory=set)  # the tasks that have reported their rank
     introductions: dict[int, Introduction] = field(default_factory=dict)
     waiting: list[Future[Message]] = field(default_factory=list)
     answer: Introductions | ExchangeUnavailable | None = None
     connection_timer: threading.Timer | None = None
     ready_timer: threading.Timer | None = None
 
-    @property
-    def ranked(self) -> set[int]:
-        """Return the tasks that have reported their rank."""
-        return {index for index, task in self.statuses.items() if task.rank >= 0}
+    def note(self, task: TaskStatus) -> None:
+        """Record the status of a task."""
+        self.statuses[task.task_index] = task
+        if task.rank >= 0:
+            self.ranked.add(task.task_index)
 
     def decide(self, answer: Introductions | ExchangeUnavailable) -> list[Future[Message]]:
         """Set the answer for all tasks, and return the futures of the tasks that wait for it."""
@@ -146,7 +148,7 @@ class TaskExchange:
         with self._lock:
             superseded = self._begin(number)
             if number == self._newest:
-                self._attempt.statuses[task.task_index] = task
+                self._attempt.note(task)
                 self._update_ready_timer(self._attempt)
         _answer(superseded, ExchangeUnavailable())
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import struct
+import zlib
 from typing import get_args, get_type_hints
 
 import pytest
@@ -10,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparkhvd.rpc.fields import MessageError
-from sparkhvd.rpc.messages import Message, decode, encode
+from sparkhvd.rpc.messages import Introductions, Message, decode, encode
+from sparkhvd.rpc.registration import Introduction, TaskOffer
 
 KINDS = get_args(Message)
 MESSAGES = st.one_of([st.from_type(kind) for kind in KINDS])
@@ -21,6 +23,14 @@ MESSAGES = st.one_of([st.from_type(kind) for kind in KINDS])
 def test_every_message_survives_serialization(kind, data):
     message = data.draw(st.from_type(kind))
     assert decode(encode(message)) == message
+
+
+def test_a_long_header_is_compressed():
+    offers = [TaskOffer(index, "0" * 32, f"host-{index}.example", "10.0.0.1") for index in range(1000)]
+    message = Introductions(tuple(Introduction(index, offer, 40000) for index, offer in enumerate(offers)))
+    encoded = encode(message)
+    assert len(encoded) < len(json.dumps(dataclasses.asdict(message))) / 10
+    assert decode(encoded) == message
 
 
 def payload(header: bytes, raw: bytes = b"") -> bytes:
@@ -38,6 +48,10 @@ PROBE = b'{"type": "ProbeServers", "servers": %s}'
         (struct.pack(">I", 1000) + b"{}", "truncated or not a JSON object"),
         (payload(b"nonsense"), "The message header is not valid JSON"),
         (payload(b"[" * 100_000), "The message header is not valid JSON"),
+        (payload(zlib.compress(b"nonsense")), "The message header is not valid JSON"),
+        (payload(b"xyz"), "The message header is not valid JSON"),
+        (payload(zlib.compress(b"[" * (65 << 20))), "The message header is not valid JSON"),
+        (payload(zlib.compress(ENDED % b"true")[:-8]), "The message header is not valid JSON"),
         (payload(b"[1]"), "not a JSON object"),
         (payload(b'{"type": "Shell"}'), "Unknown message type 'Shell'; expected one of"),
         (payload(b'{"type": ["Flush"]}'), "Unknown message type"),

@@ -19,6 +19,7 @@ from sparkhvd.rpc.messages import (
     Message,
     Rejected,
     TaskStatus,
+    encode,
 )
 from sparkhvd.rpc.registration import Introduction, TaskOffer
 
@@ -150,13 +151,20 @@ def test_tasks_without_consecutive_numbers_use_the_fallback(tasks):
     assert [answer.result(20.0) for answer in answers] == [ExchangeUnavailable()] * 3
 
 
-@pytest.mark.parametrize(("count", "answer_type"), [(1000, Introductions), (8000, ExchangeUnavailable)])
-def test_a_thousand_tasks_use_the_exchange_and_too_many_for_one_message_use_the_fallback(count, answer_type):
-    tasks = Tasks(count)
+def test_a_thousand_tasks_use_the_exchange():
+    tasks = Tasks(1000)
     tasks.connect_all(0)
-    answers = [tasks.introduce(index, 0) for index in range(count)]
-    assert {type(answer.result(0)) for answer in answers} == {answer_type}
+    answers = [tasks.introduce(index, 0) for index in range(1000)]
+    assert answers[-1].result(0) == tasks.introductions(0)
+    assert len({id(answer.result(0)) for answer in answers}) == 1
     tasks.exchange.end()
+
+
+def test_introductions_that_do_not_fit_into_one_message_use_the_fallback(tasks, monkeypatch):
+    monkeypatch.setattr(exchange_module, "MAX_FRAME_BYTES", len(encode(tasks.introductions(0))) - 1)
+    tasks.connect_all(0)
+    answers = [tasks.introduce(index, 0) for index in range(3)]
+    assert [answer.result(0) for answer in answers] == [ExchangeUnavailable()] * 3
 
 
 def test_tasks_of_an_older_attempt_are_superseded(tasks):
