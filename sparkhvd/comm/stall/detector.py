@@ -1,18 +1,20 @@
 """The stall detector: finds out why a collective does not end.
 
 If a collective takes too long, a waiting rank posts a question in the rendezvous. Every rank has a thread that answers,
-even while the rank's main thread is busy in Python. The answer contains the rank's pending collectives, the stacks of
-its threads, and the problems of processes on its host, such as one that has ended. All waiting ranks then log a report.
+even while the rank's main thread is busy in Python. The answer contains the rank's pending collectives and the problems
+of processes on its host, such as one that has ended. All waiting ranks then make a report, and the first of them logs
+it. The stacks of a rank's threads are much larger than its answer, so only those that a report shows are transferred.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from sparkhvd import _core
@@ -25,6 +27,7 @@ from sparkhvd.comm.stall.snapshot import (
     ProcessIdentity,
     decode_condition,
     decode_identity,
+    decode_stacks,
     encode,
     own_identity,
     process_problem,
@@ -94,6 +97,7 @@ class StallDetector:
         self._watched = _Watched()
         self._publish_after = self._timeout - min(_PUBLISH_EARLIER_SECONDS, self._timeout / 4)
         self._next_report = self._patience
+        self._identities: dict[int, ProcessIdentity] = {}  # of the ranks that have joined the stall check, by rank
         self._operations, self._changed = 0, time.monotonic()
         self._stopping = threading.Event()
         self._is_posted(0, 0.0)  # opens the connection for questions
@@ -171,42 +175,55 @@ class StallDetector:
         return max((collective.age for collective in self._pending()), default=0.0)
 
     def _answer(self, question: int) -> None:
-        waits = self._longest_wait() >= self._patience / 2
-        self._rendezvous.set(
-            self._key(f"answer/{question}", self._world.rank), encode(self._own_condition()), self._store_deadline()
-        )
-        if waits:
-            self._next_report = 2 * max(self._longest_wait(), self._patience / 2)
-            latest = self._collect(question)
-            self._watched.report = latest
-            if latest.tensors:
-                _log.warning("%s", latest)
+        condition, since = self._own_condition(), self._patience / 2
+        for what, content in (
+            ("stacks", json.dumps(stacks(without=self._thread)).encode()),
+            ("answer", encode(condition)),  # last: whoever reads the answer finds the stacks
+        ):
+            self._rendezvous.set(self._key(f"{what}/{question}", self._world.rank), content, self._store_deadline())
+        if condition.longest_wait < since:
+            return
+        self._next_report = 2 * condition.longest_wait
+        latest = self._collect(question, since)
+        self._watched.report = latest
+        first = min((rank for rank, other in latest.conditions.items() if other.longest_wait >= since), default=-1)
+        if latest.tensors and first == self._world.rank:
+            _log.warning("%s", latest)
 
     def _own_condition(self) -> Condition:
         neighbours = self._channels[0].engine.host_ranks()
-        identities = self._identities(range(min(neighbours), max(neighbours) + 1))
+        identities = self._identities_of(range(min(neighbours), max(neighbours) + 1))
         problems = {rank: process_problem(identities[rank]) for rank in neighbours if rank in identities}
         return Condition(
             pending=self._pending(),
             operations=self._completed_operations(),
             idle=time.monotonic() - self._changed,
             progress=self._watched.progress,
-            stacks=stacks(without=self._thread),
             neighbours={rank: problem for rank, problem in problems.items() if problem is not None},
         )
 
-    def _collect(self, question: int) -> StallReport:
+    def _collect(self, question: int, since: float) -> StallReport:
         """Return the report on all answers that arrive within a few seconds."""
         everyone = range(self._world.size)
         answers = self._rendezvous.get_present(
             self._prefix(f"answer/{question}"), everyone, Deadline.after(_ANSWER_SECONDS)
         )
         conditions = {rank: decode_condition(answer) for rank, answer in answers.items()}
-        return report(conditions, self._identities(everyone), dict(self._sets), since=self._patience / 2)
+        found = report(conditions, self._identities_of(everyone), dict(self._sets), since=since)
+        deadline = Deadline.after(_ANSWER_SECONDS)
+        with suppress(DeadlineExceededError):  # an overloaded server: the report is useful without stacks
+            for rank in found.shown:
+                if rank in conditions:
+                    published = self._rendezvous.get(self._key(f"stacks/{question}", rank), deadline)
+                    conditions[rank] = replace(conditions[rank], stacks=decode_stacks(published))
+        return replace(found, conditions=conditions)
 
-    def _identities(self, ranks: range) -> dict[int, ProcessIdentity]:
-        posted = self._rendezvous.get_present(self._prefix("identity"), ranks)
-        return {rank: decode_identity(identity) for rank, identity in posted.items()}
+    def _identities_of(self, ranks: range) -> Mapping[int, ProcessIdentity]:
+        """Return the identities of these ranks, as far as they have joined the stall check, and of others."""
+        if any(rank not in self._identities for rank in ranks):
+            posted = self._rendezvous.get_present(self._prefix("identity"), ranks)
+            self._identities |= {rank: decode_identity(identity) for rank, identity in posted.items()}
+        return dict(self._identities)
 
     def _end_job(self) -> None:
         latest = self._watched.report

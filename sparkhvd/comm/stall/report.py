@@ -40,7 +40,7 @@ class StallReport:
 
     Attributes:
         tensors: the stalled collectives, the longest wait first.
-        conditions: the answers of the ranks, by rank.
+        conditions: the answers of the ranks, by rank; only those of the ``shown`` ranks have stacks.
         silent: why ranks did not answer, as far as it is known, by rank.
         identities: the processes of the ranks, by rank, as far as they are known.
     """
@@ -62,6 +62,11 @@ class StallReport:
         late = {rank for tensor in self.tensors[:1] for rank in (*tensor.missing, *tensor.silent)}
         return tuple(sorted(late - {rank for tensor in self.tensors for rank in tensor.waiting}))
 
+    @property
+    def shown(self) -> tuple[int, ...]:
+        """Return the ranks that the text describes: the stragglers first, or any ranks if none is missing."""
+        return (tuple(dict.fromkeys(self.stragglers + self.missing)) or tuple(self.conditions))[:_MAX_RANKS]
+
     def headline(self) -> str:
         """Return one sentence that names the longest wait and its missing ranks."""
         if not self.tensors:
@@ -76,7 +81,7 @@ class StallReport:
         lines += [f"  {tensor.title}: {tensor.age:.0f} s; {_missing_ranks_text(tensor)}" for tensor in shown]
         if len(self.tensors) > _MAX_TENSORS:
             lines.append(f"  and {len(self.tensors) - _MAX_TENSORS} more")
-        for rank in self.missing[:_MAX_RANKS] or tuple(self.conditions)[:_MAX_RANKS]:
+        for rank in self.shown:
             lines += self._lines_about(rank)
         if len(self.missing) > _MAX_RANKS:
             lines.append(f"  and {counted(len(self.missing) - _MAX_RANKS, 'more rank')}")

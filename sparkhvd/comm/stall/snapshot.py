@@ -63,7 +63,8 @@ class Condition:
         operations: how many collectives it has completed.
         idle: seconds since that number last changed.
         progress: the text of ``note_progress()``; empty without one.
-        stacks: what each thread is executing, by the thread's name, the main thread first.
+        stacks: what each thread is executing, by the thread's name, the main thread first; empty in the answer itself,
+            because they are published separately.
         neighbours: the problems of processes of its host, by rank; healthy ones are left out.
     """
 
@@ -73,6 +74,11 @@ class Condition:
     progress: str = ""
     stacks: Mapping[str, str] = field(default_factory=dict)
     neighbours: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def longest_wait(self) -> float:
+        """Return the seconds that the rank has waited for a collective."""
+        return max((collective.age for collective in self.pending), default=0.0)
 
 
 def own_identity() -> ProcessIdentity:
@@ -139,6 +145,18 @@ def decode_condition(content: bytes) -> Condition:
         return Condition(**fields)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CollectiveError(f"The condition that a rank published cannot be read: {error}") from error
+
+
+def decode_stacks(content: bytes) -> dict[str, str]:
+    """Decode the JSON of a rank's stacks.
+
+    Raises:
+        CollectiveError: the content is something else.
+    """
+    try:
+        return {str(thread): str(stack) for thread, stack in json.loads(content).items()}
+    except (ValueError, AttributeError) as error:
+        raise CollectiveError(f"The stacks that a rank published cannot be read: {error}") from error
 
 
 def _namespace() -> str:

@@ -23,6 +23,7 @@ from sparkhvd.comm.stall.snapshot import (
     ProcessIdentity,
     decode_condition,
     decode_identity,
+    decode_stacks,
     encode,
     own_identity,
     process_problem,
@@ -77,7 +78,7 @@ def one_rank_is_busy(folder):
     handle = communicator.allreduce_async(np.ones(3), name="gradient")
     stall = next_report(communicator)
     deadline = Deadline.after(SECONDS)
-    while not lines:
+    while communicator.world.rank == 0 and not lines:
         deadline.check("a line in the log")
     (folder / f"seen by {communicator.world.rank}").touch()
     if communicator.world.rank == 0:
@@ -198,6 +199,10 @@ def test_the_report_names_the_tensor_and_the_missing_rank_with_its_activity(grou
         assert (tensor.waiting, tensor.missing, tensor.silent) == ((0, 2), (1,), ())
         assert tensor.age >= 0.2
         assert "in wait_for" in stall.conditions[1].stacks["MainThread"]
+        assert not any(condition.stacks for other, condition in stall.conditions.items() if other != 1)
+        if rank != 0:
+            assert lines == [] or 0 not in stall.conditions, "the first rank that waits logs the report"
+            continue
         level, text = lines[0]
         assert level == "WARNING"
         assert text.startswith("Stalled: allreduce 'gradient' not done after ")
@@ -325,6 +330,9 @@ def test_snapshots_of_ranks_survive_serialization_and_invalid_ones_are_refused()
             decode_condition(content)
         with pytest.raises(CollectiveError, match="cannot be read"):
             decode_identity(content)
+    for content in (b"", b"\xff", b"[]"):
+        with pytest.raises(CollectiveError, match="cannot be read"):
+            decode_stacks(content)
 
 
 class WaitingEngine:
@@ -356,15 +364,18 @@ def test_a_report_costs_a_rank_a_constant_number_of_requests(size, monkeypatch):
         for rank in range(1, size):
             server.set(f"job/stall/identity/{rank}", encode(own_identity()))
             if rank != size // 2:
+                server.set(f"job/stall/stacks/0/{rank}", b'{"MainThread": "in main"}')
                 server.set(f"job/stall/answer/0/{rank}", encode(Condition()))
         watching = StallDetector({0: WaitingChannel(WaitingEngine())}, {0: tuple(range(size))}, client, context, "job")
         try:
             wait_for_condition(lambda: watching.last_report is not None)
             assert list(watching.last_report.silent) == [size // 2]
-            # This rank's identity; the question twice; the answer; all answers; the missing answers and the two runs of
-            # the others; the identities of the neighbors; those of all ranks, with the missing ones. The wait for
-            # the next question may have begun.
-            assert 12 <= server.requests <= 13
+            shown = [rank for rank, condition in watching.last_report.conditions.items() if condition.stacks]
+            assert shown == [rank for rank in range(1, size) if rank != size // 2][:16]
+            # This rank's identity; the question twice; the stacks; the answer; all answers; the missing answers and the
+            # two runs of the others; the identities of the neighbors; those of all ranks, with the missing ones. The
+            # wait for the next question may have begun.
+            assert 13 <= server.requests - len(shown) <= 14
         finally:
             client.close()
             watching.close()
