@@ -34,6 +34,7 @@ Status Readiness::Add(int rank, const RequestMessage& message, const ResponseCac
 void Readiness::AddHit(int rank, uint32_t id, const ResponseCache& cache, Time now) {
   const bool in_full = !by_name_.empty() && by_name_.count(cache.Own(id).name) > 0;
   if (in_full || joined_count_ > 0) {
+    Forget(id, cache);
     return AddRequest(rank, cache.OfRank(id, rank), now);
   }
   if (hits_.size() <= id) hits_.resize(id + 1);

@@ -201,6 +201,24 @@ TEST(Readiness, KeepsHitsWhoseIdIsReused) {
   EXPECT_TRUE(readiness.empty());
 }
 
+TEST(Readiness, ARankThatJoinsTakesPartInWhatItRequestedBefore) {
+  ResponseCache cache(4);
+  cache.Insert(Allgather("g", 1), {1, 2});
+  Request join;
+  join.kind = OperationKind::kJoin;
+  join.name = kJoinName;
+  Readiness readiness(2);
+  ASSERT_TRUE(readiness.Add(0, RequestMessage{{0}, {join}}, cache, At(0)).ok());
+  ASSERT_TRUE(readiness.Add(1, RequestMessage{{0}, {}}, cache, At(0)).ok());
+  const ResponseMessage response = readiness.TakeComplete(cache);
+  ASSERT_EQ(response.agreements.size(), 1u);
+  EXPECT_EQ(response.agreements[0].rows, (std::vector<int64_t>{1, 2}));
+  EXPECT_FALSE(response.agreements[0].request) << "no rank needs a substitute";
+  ASSERT_TRUE(readiness.Add(1, Full({join}), cache, At(1)).ok());
+  ASSERT_EQ(readiness.TakeComplete(cache).agreements.size(), 1u);
+  EXPECT_TRUE(readiness.empty());
+}
+
 TEST(Readiness, OverdueNamesTheMissingRanks) {
   ResponseCache cache(4);
   cache.Insert(Allreduce("hit"), {});
