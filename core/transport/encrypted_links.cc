@@ -15,8 +15,10 @@
 #include <cerrno>
 #include <chrono>
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <new>
+#include <optional>
 #include <system_error>
 #include <utility>
 
@@ -32,7 +34,9 @@ constexpr size_t kContentBytes = size_t{128} << 10;
 constexpr size_t kRecordBytes = kLengthBytes + kContentBytes + kCipherTagBytes;
 // The gap before a record in its buffer, which aligns the content.
 constexpr size_t kMargin = alignof(std::max_align_t) - kLengthBytes;
+// How long the last data waits for a peer that does not read.
 constexpr std::chrono::milliseconds kFarewellTime(1000);
+constexpr int kFarewellSliceMillis = 20;  // poll does not report acknowledgements
 
 // Returns the number of bytes that the other host has not acknowledged.
 int BytesOnTheirWay(int fd) {
@@ -91,6 +95,7 @@ class Record {
     end_ = end;
   }
   bool outgoing() const { return begin_ != end_; }
+  uint64_t written() const { return written_; }
   // Writes what the socket accepts now. Returns false if the socket has ended.
   bool Write(int fd, bool* moved) {
     while (outgoing()) {
@@ -98,6 +103,7 @@ class Record {
       if (!count.ok()) return false;
       if (count.value() == 0) return true;
       begin_ += count.value();
+      written_ += count.value();
       *moved = true;
       if (!outgoing()) Free();
     }
@@ -109,6 +115,7 @@ class Record {
   RecordBuffers::Buffer bytes_;
   size_t begin_ = 0;  // of the bytes that still have to be written
   size_t end_ = 0;
+  uint64_t written_ = 0;  // bytes of all records so far
 };
 
 // One direction: from the plain socket to the link.
@@ -120,6 +127,7 @@ class Sealing {
   bool ended() const { return ended_ && !record_.outgoing(); }
   bool wants_input() const { return !ended_ && !record_.outgoing(); }
   bool wants_output() const { return record_.outgoing(); }
+  uint64_t written() const { return record_.written(); }
 
   bool Advance(int plain, int link, bool* moved) {
     if (!record_.Write(link, moved)) return false;
@@ -236,6 +244,12 @@ class EncryptedLinks::Tunnel {
   // Returns whether data may be in transit to the other host.
   bool sends() const { return !done() && BytesOnTheirWay(link_.get()) > 0; }
 
+  // Returns a number that changes whenever the other host acknowledges data.
+  uint64_t progress() const {
+    if (done()) return 0;
+    return sealing_.written() - static_cast<uint64_t>(BytesOnTheirWay(link_.get()));
+  }
+
   void EndIfHostIsSilent(std::chrono::milliseconds silence) {
     if (done() || !host_.IsSilent(link_.get(), silence)) return;
     plain_.Reset();
@@ -283,7 +297,8 @@ class EncryptedLinks::Pump {
       fds.push_back({leaving_seen_ ? -1 : wake_.get(), POLLIN, 0});
       for (const Tunnel& tunnel : tunnels) tunnel.AppendPollFds(fds);
       const int patience = quiet ? -1 : next_check.RemainingMillis();
-      const int timeout = leaving_seen_ ? leave_by_.RemainingMillis() : patience;
+      const int timeout =
+          leaving_seen_ ? leave_by_.RemainingMillis(kFarewellSliceMillis) : patience;
       quiet = ::poll(fds.data(), fds.size(), timeout) == 0;
       if (next_check.Expired()) {  // also while links are busy or full
         next_check = Deadline::After(check_interval_);
@@ -293,8 +308,9 @@ class EncryptedLinks::Pump {
                                     [](const Tunnel& each) { return each.sends(); });
       if (!leaving_seen_ && (fds[0].revents & POLLIN) != 0) {
         leaving_seen_ = true;
-        leave_by_ = Deadline::After(kFarewellTime);
+        leave_at_latest_ = Deadline::After(silence_);
       }
+      if (leaving_seen_) WaitWhilePeersRead();
       for (size_t i = 0; i < tunnels.size(); ++i) {
         if (fds[2 * i + 1].revents != 0 || fds[2 * i + 2].revents != 0) tunnels[i].Advance();
       }
@@ -311,6 +327,15 @@ class EncryptedLinks::Pump {
   std::vector<Tunnel> tunnels;  // changes only before the thread starts
 
  private:
+  // Extends the wait for the peers whenever one of them has read more.
+  void WaitWhilePeersRead() {
+    uint64_t progress = 0;
+    for (const Tunnel& tunnel : tunnels) progress += tunnel.progress();
+    if (progress == progress_) return;
+    progress_ = progress;
+    leave_by_ = Deadline::Earlier(Deadline::After(kFarewellTime), leave_at_latest_);
+  }
+
   bool Finished() const {
     if (!leaving_seen_) return false;
     return leave_by_.Expired() || std::all_of(tunnels.begin(), tunnels.end(),
@@ -321,7 +346,9 @@ class EncryptedLinks::Pump {
   const std::chrono::milliseconds silence_;
   const std::chrono::milliseconds check_interval_ = HostWatch::Interval(silence_);
   bool leaving_seen_ = false;
+  std::optional<uint64_t> progress_;  // of all tunnels, once leaving_seen_ is set
   Deadline leave_by_ = Deadline::AfterSeconds(0);
+  Deadline leave_at_latest_ = Deadline::AfterSeconds(0);
 };
 
 EncryptedLinks::EncryptedLinks() = default;

@@ -33,8 +33,8 @@ class EncryptedLinks {
   // `silence`.
   static Result<std::unique_ptr<EncryptedLinks>> Make(
       std::chrono::milliseconds silence = kSilentLink);
-  // Waits for a short time until the data that was written before the plain sockets were closed has
-  // been sent.
+  // Sends the data that was written before the plain sockets were closed. Gives up after a second
+  // in which no peer reads, and after the time `silence` altogether.
   ~EncryptedLinks();
 
   // Returns the plain end of `link`, a connected non-blocking socket. Add all links before Start.

@@ -47,6 +47,8 @@ LinkEnd MakeLinkEnd(const LinkKeys& keys) {
   EXPECT_TRUE(made.ok()) << made.status().message();
   LinkEnd side{std::move(made).value(), UniqueFd(), UniqueFd()};
   auto [link, network] = Pair();
+  const int few_bytes = 1;  // the kernel raises this to its minimum
+  EXPECT_EQ(::setsockopt(link.get(), SOL_SOCKET, SO_SNDBUF, &few_bytes, sizeof(few_bytes)), 0);
   auto plain = side.links->Add(std::move(link), keys);
   EXPECT_TRUE(plain.ok()) << plain.status().message();
   side.plain = std::move(plain).value();
@@ -162,6 +164,47 @@ TEST(EncryptedLinks, UseMemoryOnlyWhileDataMoves) {
   if (!kThreadSanitizer) {
     EXPECT_LT(grown, 2 * kLinks * kBytesPerEnd);
   }
+}
+
+// Writes as much as the sockets and the records in between can hold.
+std::string FillLink(const LinkEnd& end) {
+  std::string sent;
+  const std::string piece(10'000, 'x');
+  pollfd writable{end.plain.get(), POLLOUT, 0};
+  while (::poll(&writable, 1, 100) > 0) {
+    const auto count = WriteSome(end.plain.get(), AsBytes(piece));
+    EXPECT_TRUE(count.ok()) << count.status().message();
+    sent.append(piece, 0, count.value());
+  }
+  return sent;
+}
+
+TEST(EncryptedLinks, LastDataReachesASlowReaderAndClosingDoesNotWaitForADeadOne) {
+  LinkEnd here = MakeLinkEnd(kHere);
+  LinkEnd there = MakeLinkEnd(kThere);
+  const std::string sent = FillLink(here);
+  here.plain.Reset();
+  std::thread closing([&] { here.links.reset(); });
+  // Takes much longer than a second for everything, but never so long for the next bytes.
+  std::string received;
+  std::thread slow([&] {
+    std::array<std::byte, 10'000> buffer;
+    while (AwaitEvents(here.network.get(), POLLIN, Late()).ok()) {
+      const auto count = ReadSome(here.network.get(), Bytes(buffer.data(), buffer.size()));
+      if (!count.ok()) break;
+      EXPECT_TRUE(
+          WriteExactly(there.network.get(), ConstBytes(buffer.data(), count.value()), Late()).ok());
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    }
+    ::shutdown(there.network.get(), SHUT_WR);
+  });
+  EXPECT_TRUE(ReadText(there.plain.get(), sent.size()) == sent);
+  slow.join();
+  closing.join();
+  LinkEnd dead = MakeLinkEnd(kHere);
+  FillLink(dead);
+  dead.plain.Reset();
+  dead.links.reset();
 }
 
 TEST(EncryptedLinks, DetectAlteredRepeatedAndForgedData) {
