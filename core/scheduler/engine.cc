@@ -155,6 +155,11 @@ Status Engine::Wait(Operation& operation, Deadline deadline) {
 
 Status Engine::AllreduceNow(const Reduction& reduction, const std::byte* source, std::byte* target,
                             size_t count, const std::function<bool()>& interrupted) {
+  if (direct_caller_ == std::this_thread::get_id()) {
+    return Status(StatusCode::kInvalidArgument,
+                  "a signal handler cannot call allreduce_now() while its thread waits in "
+                  "allreduce_now(); use allreduce()");
+  }
   const std::lock_guard<std::mutex> turn(direct_mutex_);
   SHVD_TRY(lifecycle_.Reason());
   direct_caller_ = std::this_thread::get_id();

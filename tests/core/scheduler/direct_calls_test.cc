@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <utility>
 
 #include "scheduler/rank.h"
 
@@ -106,6 +107,25 @@ TEST(DirectCalls, ShutdownEndsAWaitingCall) {
     while (!waits) std::this_thread::yield();
     EXPECT_TRUE(self.engine.Shutdown(Patience()).ok());
     caller.join();
+  });
+}
+
+TEST(DirectCalls, ASignalHandlerCannotCallDuringACall) {
+  Gate gate(2);
+  OnEveryRank(InProcessMeshes(OneHost(2)), Quick(), [&gate](int rank, Rank& self) {
+    if (rank == 1) gate.Meet();
+    bool handled = false;
+    const auto handle_signal = [&] {
+      if (std::exchange(handled, true)) return false;
+      std::vector<float> other(5);
+      ExpectFailure(Now(self, other), StatusCode::kInvalidArgument, {"a signal handler cannot"});
+      gate.Meet();
+      return false;
+    };
+    std::vector<float> data(5, 1.0f);
+    EXPECT_TRUE(rank == 0 ? Now(self, data, ReduceOp::kSum, handle_signal).ok()
+                          : Now(self, data).ok());
+    EXPECT_EQ(data[0], 2.0f);
   });
 }
 
