@@ -203,10 +203,10 @@ class Tree {
     return Status();
   }
 
-  Status Halve(int distance, Slice kept, Slice given) {
+  Status Halve(int distance, Slice kept, Slice sent) {
     const int peer = transport_.rank() ^ distance;
     theirs_.resize(std::max(theirs_.size(), kept.count));
-    SHVD_TRY(Exchange(transport_, peer, View(data_, given), peer,
+    SHVD_TRY(Exchange(transport_, peer, View(data_, sent), peer,
                       BytesOf(theirs_.data(), kept.count), deadline_));
     const bool lower = (transport_.rank() & distance) == 0;
     const T* own = data_ + kept.begin;

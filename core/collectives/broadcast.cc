@@ -10,15 +10,15 @@ namespace sparkhvd {
 namespace {
 
 // The ranks that a rank receives from and sends to; the root has no parent.
-struct Neighbours {
+struct Neighbors {
   std::optional<int> parent;
   std::vector<int> children;
 };
 
 // A binomial tree over the ranks relative to the root. The parent of a rank lacks the lowest set
 // bit of the rank. The children have one additional bit, which is below the rank's lowest set bit.
-Neighbours InTree(int relative, int size) {
-  Neighbours own;
+Neighbors InTree(int relative, int size) {
+  Neighbors own;
   int lowest = 1;
   while (lowest < size && (relative & lowest) == 0) lowest <<= 1;
   if (relative > 0) own.parent = relative - lowest;
@@ -28,8 +28,8 @@ Neighbours InTree(int relative, int size) {
   return own;
 }
 
-Neighbours InChain(int relative, int size) {
-  Neighbours own;
+Neighbors InChain(int relative, int size) {
+  Neighbors own;
   if (relative > 0) own.parent = relative - 1;
   if (relative + 1 < size) own.children.push_back(relative + 1);
   return own;
@@ -44,7 +44,7 @@ Status BroadcastLinks(Transport& transport, const BroadcastRoute& route, int roo
   const int size = transport.size();
   const int relative = (transport.rank() - root + size) % size;
   const auto rank_at = [&](int other) { return (other + root) % size; };
-  const Neighbours own = route.chain ? InChain(relative, size) : InTree(relative, size);
+  const Neighbors own = route.chain ? InChain(relative, size) : InTree(relative, size);
   if (!own.parent) CopyBytes(target.data(), source, target.size());
   std::vector<Ticket> sends;
   const auto forward = [&](Bytes piece) -> Status {

@@ -18,7 +18,7 @@ constexpr size_t kRingPieceBytes = size_t{256} << 10;
 Status ReceiveAndCombine(const Ring& ring, Slice slice, std::vector<std::byte>& scratch) {
   const Bytes own = ring.View(slice);
   const size_t piece = std::max(kRingPieceBytes / ring.width(), size_t{1}) * ring.width();
-  const int from = ring.Neighbour(-1);
+  const int from = ring.Neighbor(-1);
   const size_t pieces = (own.size() + piece - 1) / piece;
   const auto length = [&](size_t index) { return std::min(piece, own.size() - index * piece); };
   const auto post = [&](size_t index) {
@@ -54,7 +54,7 @@ Status PostPieces(const Ring& ring, Slice slice, std::vector<Ticket>& tickets) {
   const size_t piece = std::max(kRingPieceBytes / ring.width(), size_t{1}) * ring.width();
   for (size_t done = 0; done < bytes.size(); done += piece) {
     const Result<Ticket> posted = ring.transport.PostSend(
-        ring.Neighbour(1), bytes.Sub(done, std::min(piece, bytes.size() - done)));
+        ring.Neighbor(1), bytes.Sub(done, std::min(piece, bytes.size() - done)));
     SHVD_TRY(posted.status());
     tickets.push_back(posted.value());
   }
@@ -84,8 +84,8 @@ Status RingReduceScatter(const Ring& ring, std::vector<std::byte>& scratch) {
 
 Status RingGather(const Ring& ring) {
   for (int step = 0; step + 1 < ring.size(); ++step) {
-    SHVD_TRY(Exchange(ring.transport, ring.Neighbour(1), ring.View(ring.SliceAt(-step)),
-                      ring.Neighbour(-1), ring.View(ring.SliceAt(-step - 1)), ring.deadline)
+    SHVD_TRY(Exchange(ring.transport, ring.Neighbor(1), ring.View(ring.SliceAt(-step)),
+                      ring.Neighbor(-1), ring.View(ring.SliceAt(-step - 1)), ring.deadline)
                  .Annotate(StepName("gather", step)));
   }
   return Status();

@@ -21,9 +21,9 @@ struct Ring {
   Deadline deadline;
 
   int size() const { return transport.size(); }
-  int Neighbour(int distance) const { return (transport.rank() + distance + size()) % size(); }
+  int Neighbor(int distance) const { return (transport.rank() + distance + size()) % size(); }
   // Returns the slice `distance` positions after this rank's.
-  Slice SliceAt(int distance) const { return slices[static_cast<size_t>(Neighbour(distance))]; }
+  Slice SliceAt(int distance) const { return slices[static_cast<size_t>(Neighbor(distance))]; }
   size_t width() const { return SizeOf(reduction.dtype); }
   Bytes View(Slice slice) const {
     return Bytes(data + slice.begin * width(), slice.count * width());

@@ -16,7 +16,7 @@ CudaAddress AddressOf(const std::byte* data) { return reinterpret_cast<CudaAddre
 
 }  // namespace
 
-// Destructors ignore failures: by then the process, and with it the driver, may be ending.
+// Destructors ignore failures, because the process, and with it the driver, may be ending.
 
 DeviceEvent::~DeviceEvent() { device_->RecycleEvent(handle_); }
 

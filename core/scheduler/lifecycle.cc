@@ -62,12 +62,12 @@ Status Lifecycle::Poll() {
 
 Status Lifecycle::FirstFailure(const Status& own) noexcept {
   Status first;
-  const Status asked = Guarded([&] {
+  const Status looked_up = Guarded([&] {
     first = Reason();
     if (first.ok()) first = board_.First(own, rank_);
     return Status();
   });
-  if (!asked.ok()) return AnnotateIfPossible(own, "");
+  if (!looked_up.ok()) return AnnotateIfPossible(own, "");
   return first;  // moved: a copy may need memory
 }
 

@@ -21,15 +21,15 @@ std::vector<std::vector<int>> MemoryGroups(const std::vector<AddressRecord>& rec
   for (int rank = 0; rank < static_cast<int>(records.size()); ++rank) {
     // If one rank of a host cannot share memory, its neighbors do not either, so the arena of a
     // host always has all its ranks.
-    std::vector<int> neighbours;
+    std::vector<int> neighbors;
     bool all_share = true;
     for (int other = 0; other < static_cast<int>(records.size()); ++other) {
       if (record(other).host_key != record(rank).host_key) continue;
-      neighbours.push_back(other);
+      neighbors.push_back(other);
       all_share = all_share && MayShare(record(rank), record(other));
     }
-    if (record(rank).host_key.empty() || !all_share) neighbours = {rank};
-    if (neighbours.front() == rank) groups.push_back(neighbours);
+    if (record(rank).host_key.empty() || !all_share) neighbors = {rank};
+    if (neighbors.front() == rank) groups.push_back(neighbors);
   }
   return groups;
 }

@@ -23,8 +23,8 @@ uint64_t ReadLimit(const std::string& path) {
 }
 
 // Returns the smallest limit of the group and its parents. In a container, `path` may be the path
-// on the host, and only its last part or nothing of it is visible here. Then the visible groups
-// decide.
+// on the host. Then only its last part, or no part, is visible here, and only the visible groups
+// count.
 uint64_t SmallestLimit(const std::string& folder, std::string path, const std::string& name) {
   uint64_t limit = ReadLimit(folder + "/" + name);
   while (path.size() > 1) {

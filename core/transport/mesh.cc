@@ -445,8 +445,8 @@ class MeshBuilder {
     const std::string& own = At(records_, options_.rank).host_key;
     std::vector<int> ranks;
     for (int rank = 0; rank < options_.size; ++rank) {
-      const bool neighbour = !own.empty() && At(records_, rank).host_key == own;
-      if (rank == options_.rank || neighbour) ranks.push_back(rank);
+      const bool neighbor = !own.empty() && At(records_, rank).host_key == own;
+      if (rank == options_.rank || neighbor) ranks.push_back(rank);
     }
     return ranks;
   }
