@@ -45,9 +45,13 @@ void AllreduceNow(PyEngine& self, py::handle source, py::handle target, const st
     Check(Status(StatusCode::kInvalidArgument,
                  "allreduce_now does not support adasum; use allreduce"));
   }
+  // Only the main thread waits for the GIL here. While the interpreter shuts down, any other thread
+  // would wait forever, and so would a shutdown of the engine, which waits for the end of this
+  // call.
   const auto interrupted = [&self] {
-    const GilAcquire acquire;
     self.pending().DirectCallWaits();
+    if (!self.main_thread().IsThisThread()) return false;
+    const GilAcquire acquire;
     return PyErr_CheckSignals() != 0;
   };
   const Status status = [&] {

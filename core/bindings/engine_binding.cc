@@ -121,9 +121,12 @@ std::shared_ptr<PyEngine> MakeEngine(
   }();
   ThrowIfInterrupted();
   Mesh mesh = Take(std::move(connected));
+  const MainThread main_thread;
   const GilRelease release;
-  return std::make_shared<PyEngine>(std::make_unique<Engine>(
-      arguments.engine, std::move(mesh), FailureBoard{arguments.rendezvous, scope}));
+  return std::make_shared<PyEngine>(
+      std::make_unique<Engine>(arguments.engine, std::move(mesh),
+                               FailureBoard{arguments.rendezvous, scope}),
+      main_thread);
 }
 
 py::dict CountersOf(PyEngine& self) {

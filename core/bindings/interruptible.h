@@ -22,11 +22,22 @@ inline void ThrowIfInterrupted() {
   if (PyErr_Occurred() != nullptr) throw pybind11::error_already_set();
 }
 
-// Python's signal handlers run only in the main thread.
-inline bool IsMainThread() {
-  const pybind11::module_ threading = pybind11::module_::import("threading");
-  return threading.attr("get_ident")().equal(threading.attr("main_thread")().attr("ident"));
-}
+// Python's main thread, the only one that runs signal handlers. Making this object requires the
+// GIL.
+class MainThread {
+ public:
+  MainThread()
+      : ident_(pybind11::module_::import("threading")
+                   .attr("main_thread")()
+                   .attr("ident")
+                   .cast<unsigned long>()) {}
+
+  // Does not require the GIL.
+  bool IsThisThread() const { return PyThread_get_thread_ident() == ident_; }
+
+ private:
+  unsigned long ident_;
+};
 
 // Calls `wait(deadline)` without the GIL until it returns a status other than kTimeout, until
 // `settled()` returns true, which makes kTimeout the outcome, or until `timeout_s` has passed. The
@@ -44,7 +55,7 @@ Status WaitInSlices(double timeout_s, const Wait& wait, const Settled& settled) 
     }();
     if (last || outcome.code() != StatusCode::kTimeout || settled()) return outcome;
     if (PyErr_CheckSignals() != 0) throw pybind11::error_already_set();
-    sliced = IsMainThread();
+    sliced = MainThread().IsThisThread();
   }
 }
 

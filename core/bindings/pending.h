@@ -1,10 +1,10 @@
 // The operations that are not done yet.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <deque>
 #include <memory>
-#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -13,7 +13,7 @@
 
 namespace sparkhvd::bindings {
 
-// Needs no lock, because its users hold the GIL.
+// Needs no lock, because its users hold the GIL, except in DirectCallWaits.
 class PendingOperations {
  public:
   void Add(const std::shared_ptr<Operation>& operation) {
@@ -23,16 +23,17 @@ class PendingOperations {
 
   // Records a direct call that waits for other ranks, until DirectCallEnded.
   void DirectCallWaits() {
-    if (!direct_since_) direct_since_ = Deadline::Clock::now();
+    Time none{};
+    direct_since_.compare_exchange_strong(none, Deadline::Clock::now());
   }
-  void DirectCallEnded() { direct_since_.reset(); }
+  void DirectCallEnded() { direct_since_ = Time{}; }
 
   // Returns titles and ages in seconds, oldest first.
   std::vector<std::pair<std::string, double>> List() const {
     const auto now = Deadline::Clock::now();
     std::vector<std::pair<std::string, double>> pending;
-    if (direct_since_) {
-      const std::chrono::duration<double> age = now - *direct_since_;
+    if (const Time since = direct_since_; since != Time{}) {
+      const std::chrono::duration<double> age = now - since;
       pending.emplace_back("direct allreduce", age.count());
     }
     for (const std::weak_ptr<Operation>& entry : operations_) {
@@ -45,6 +46,8 @@ class PendingOperations {
   }
 
  private:
+  using Time = Deadline::Clock::time_point;
+
   static bool Ended(const std::weak_ptr<Operation>& entry) {
     const std::shared_ptr<Operation> operation = entry.lock();
     return !operation || operation->done();
@@ -53,7 +56,7 @@ class PendingOperations {
   // In the order of submission, which is roughly the order of completion. The pointers are weak,
   // because an operation without an owner is done.
   std::deque<std::weak_ptr<Operation>> operations_;
-  std::optional<Deadline::Clock::time_point> direct_since_;
+  std::atomic<Time> direct_since_{Time{}};
 };
 
 }  // namespace sparkhvd::bindings

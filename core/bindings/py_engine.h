@@ -52,7 +52,8 @@ class Orphans {
 // The Python object Engine.
 class PyEngine {
  public:
-  PyEngine(std::unique_ptr<Engine> engine) : engine_(std::move(engine)) {}  // NOLINT: for py::init
+  PyEngine(std::unique_ptr<Engine> engine, const MainThread& main_thread)
+      : engine_(std::move(engine)), main_thread_(main_thread) {}
   ~PyEngine() {
     if (guard_.InChild()) {
       static_cast<void>(engine_.release());  // its threads and links belong to the parent
@@ -73,12 +74,14 @@ class PyEngine {
   }
   Orphans& orphans() { return orphans_; }
   PendingOperations& pending() { return pending_; }
+  const MainThread& main_thread() const { return main_thread_; }
 
  private:
   Orphans
       orphans_;  // destroyed after the engine, which uses the buffers until its thread has ended
   std::unique_ptr<Engine> engine_;
   const ForkGuard guard_;
+  const MainThread main_thread_;
   PendingOperations pending_;
 };
 

@@ -285,6 +285,31 @@ def exit_without_shutdown(me: Rank) -> None:
     globals()["me"] = me  # lives until the interpreter clears its modules
 
 
+class ShutsDownLate:
+    """Shuts an engine down when the interpreter clears its modules, some time after all other threads have stopped."""
+
+    def __init__(self, engine: _core.Engine) -> None:
+        self.engine, self.sleep = engine, time.sleep
+
+    def __del__(self) -> None:
+        self.sleep(0.3)  # a waiting direct call checks for interruptions more often
+        self.engine.shutdown(SECONDS)
+
+
+def exit_during_a_direct_call(me: Rank) -> None:
+    me.barrier("start")
+    if me.rank == 1:
+        report("waiting")
+        await_resume()
+        return
+    arguments = (np.ones(3), np.empty(3), "sum")
+    threading.Thread(target=me.engine.allreduce_now, args=arguments, daemon=True).start()
+    while not me.engine.pending():
+        os.sched_yield()
+    report("ending")
+    globals()["late"] = ShutsDownLate(me.engine)
+
+
 def connect_many_engines(me: Rank) -> None:
     me.engine.shutdown(SECONDS)
     before = descriptors_and_threads()
@@ -340,6 +365,7 @@ CASES = {
         wait_and_be_interrupted,
         drop_in_flight,
         exit_without_shutdown,
+        exit_during_a_direct_call,
         connect_many_engines,
         weighted_sums,
     )
@@ -428,6 +454,14 @@ def test_processes_that_never_shut_down_end_cleanly(shared_memory):
     with Ranks("exit_without_shutdown", 2, shared_memory=shared_memory) as ranks:
         assert ranks.next_reports() == ["ending"] * 2
         assert ranks.exits() == [(0, "")] * 2
+
+
+def test_a_direct_call_of_a_daemon_thread_does_not_keep_an_ending_process_alive():
+    with Ranks("exit_during_a_direct_call", 2) as ranks:
+        assert ranks.next_reports() == ["ending", "waiting"]
+        assert ranks.exits(0) == [(0, "")]
+        ranks.resume(1)
+        assert ranks.exits(1) == [(0, "")]
 
 
 @BOTH_TRANSPORTS
