@@ -27,7 +27,7 @@ def trial(request, tmp_path_factory) -> tuple[str, Path, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("framework", ["torch", "lightning", "keras"])
-def test_classes_and_singletons_of_a_project_keep_their_identity_in_fit_transform_and_saved_models(trial, framework):
+def test_classes_singletons_and_globals_of_a_project_are_the_same_in_fit_transform_and_saved_models(trial, framework):
     _, _, results = trial
     assert results[framework] == {
         "loss": 0,
@@ -42,7 +42,7 @@ def test_classes_and_singletons_of_a_project_keep_their_identity_in_fit_transfor
 def test_arguments_of_run_keep_their_identity_on_the_ranks(trial):
     known, _, results = trial
     kind = "SentModule" if known == "driver" else "module"
-    assert results["run"] == [[kind, [True, True, True, True]]] * 2
+    assert results["run"] == [[kind, [True] * 5]] * 2
 
 
 def test_executors_are_asked_once_and_the_driver_keeps_its_classes(trial):

@@ -79,7 +79,7 @@ def recognized(mode: object, missing: object, kind: type) -> tuple[str, list[boo
     from scaling.modes import Mode as Late  # noqa: PLC0415 - as users do
 
     same = [mode is modes.Mode.TIMES, mode is Late.TIMES, missing is modes.MISSING, issubclass(kind, torch_model.Scale)]
-    return type(modes).__name__, same
+    return type(modes).__name__, [*same, modes.calls() == modes.CALLS]
 
 
 class Half(torch_model.Scale):

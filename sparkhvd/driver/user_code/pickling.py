@@ -9,11 +9,12 @@ decides. The decision depends on modules alone, so all pickles of a session agre
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib
 import io
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
@@ -39,6 +40,7 @@ Importable = Callable[[Mapping[str, str]], Collection[str]]
 _PICKLE_TABLE = threading.RLock()
 _PLAIN = ("__new__", "__reduce__", "__reduce_ex__", "__getstate__")
 _LRU_CACHE_TYPE = type(functools.lru_cache(len))
+_MAIN_MODULES = frozenset({"__main__", "__mp_main__"})  # other modules have these names where a pickle is loaded
 
 
 def dumps(value: object, importable_there: Importable = importable_elsewhere) -> bytes:
@@ -74,7 +76,7 @@ def dumps_with(
         while True:
             buffer = io.BytesIO()
             kind(buffer, *arguments, code=code).dump(value)
-            if not code.lacks_names():
+            if not code.lacks_names() and not code.has_changed():
                 return buffer.getvalue()
 
 
@@ -86,6 +88,7 @@ class Code:
         self._by_value: dict[str, UserModule | None] = {}  # by name; None is pickled by reference
         self._names: set[str] = set()  # used in the code that is pickled by value
         self._sent: dict[str, set[str]] = {}  # names of each module that were pickled, by module
+        self._globals: dict[str, set[str]] = {}  # names of each module that its pickled functions use, by module
         self._registered: set[str] = set()
         self._digests: dict[str, str] = {}  # of modules pickled by value, with all their imports
         self._users = {"__main__"}  # the user's modules found so far
@@ -103,6 +106,34 @@ class Code:
     def lacks_names(self) -> bool:
         """Return whether a module was pickled before all the names that the pickled code uses from it were known."""
         return any(self._used_names(sys.modules[name]) - names for name, names in self._sent.items())
+
+    def has_changed(self) -> bool:
+        """Return whether a pickled value differs from the one that earlier pickles have under the same version."""
+        values: dict[tuple[str, str], bytes] = {}
+        for used in (self._sent, self._globals):
+            for module, names in used.items():
+                namespace = vars(sys.modules[module])
+                values.update({(module, name): _fingerprint(namespace[name], self) for name in names})
+        return _VERSIONS.begin_if_changed(values)
+
+    def version_of(self, module: ModuleType) -> str:
+        """Return what identifies a module that is pickled by value: its code, and the values of its names."""
+        if isinstance(module, pickling.SentModule):
+            return _VERSIONS.version(module.sent_version)
+        return _VERSIONS.version(self._digests.get(module.__name__, ""))
+
+    def module_of(self, function: FunctionType) -> ModuleType | None:
+        """Return the module whose globals a function uses; None if no module has them where a pickle is loaded."""
+        name = function.__globals__.get("__name__")
+        module = sys.modules.get(name) if isinstance(name, str) else None
+        if module is None or name in _MAIN_MODULES or getattr(module, "__dict__", None) is not function.__globals__:
+            return None
+        has_name = self.module_by_value(module.__name__) or importable.locate(module.__name__)
+        return module if has_name else None
+
+    def note_globals(self, module: ModuleType, names: Iterable[str]) -> None:
+        """Record the names of a module that are pickled with one of its functions."""
+        self._globals.setdefault(module.__name__, set()).update(names)
 
     def module_by_value(self, name: str) -> UserModule | None:
         """Return the module if it belongs to the user and is pickled by value; None otherwise."""
@@ -187,6 +218,38 @@ class Code:
             self._registered.add(module.name)
 
 
+class _Versions:
+    """The versions of the modules that this process pickles by value.
+
+    Pickles of one version share their modules where they are loaded. A version ends when this process has changed a
+    value that it sent: code that has the old value must keep it, and code that is sent later needs the new one.
+    """
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._values: dict[tuple[str, str], bytes] = {}  # fingerprints of values, by module and name
+
+    def version(self, digest: str) -> str:
+        """Return the current version of a module.
+
+        Args:
+            digest: identifies the code of the module.
+        """
+        return importable.digest(f"{digest} {pickling.process_identity()} {self._number}".encode())
+
+    def begin_if_changed(self, values: Mapping[tuple[str, str], bytes]) -> bool:
+        """Begin a new version if a value has changed, and return whether it has."""
+        has_changed = any(self._values.get(key, value) != value for key, value in values.items())
+        if has_changed:
+            self._number += 1
+            self._values.clear()
+        self._values.update(values)
+        return has_changed
+
+
+_VERSIONS = _Versions()  # of the process, as the table of classes is; the lock above protects it
+
+
 def _is_stateless(value: object) -> bool:
     """Return whether ``object.__new__`` creates an equivalent of the value."""
     kind: Any = type(value)
@@ -206,14 +269,14 @@ class CodePickler(pickling.Pickler):
     def __init__(self, file: io.BytesIO, *, code: Code) -> None:
         super().__init__(file)
         self._code = code
+        self._empty_modules: dict[str, pickling.EmptyModule] = {}  # one per module, so that the pickle contains it once
 
     def reducer_override(self, value: Any) -> Any:
         """Return how to pickle a value; pickle calls this."""
         if isinstance(value, ModuleType):
             sent = self._code.module_by_value(value.__name__)
             if sent is not None and sys.modules.get(value.__name__) is value:
-                digest = value.sent_digest if isinstance(value, pickling.SentModule) else sent.digest
-                return pickling.reduced_module(value, digest, self._code.names_of(value))
+                return pickling.reduced_module(self._empty_module(value), self._code.names_of(value))
             # cloudpickle sends only modules of Python's own type by name; torch.backends.cudnn has another type.
             has_name = sys.modules.get(value.__name__) is value and type(value).__reduce__ is object.__reduce__
             return (importlib.import_module, (value.__name__,)) if has_name else NotImplemented
@@ -235,7 +298,24 @@ class CodePickler(pickling.Pickler):
                 *self._imported_when_called(value),
                 pickling.SourceLines(value.__code__),
             ]
+            reduced = self._with_globals(value, reduced)
         return reduced
+
+    def _with_globals(self, function: FunctionType, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Let a function that is pickled by value use the globals of its module instead of a copy of them."""
+        module = self._code.module_of(function)
+        if module is None:
+            return reduced
+        if self._code.module_by_value(module.__name__) is None:
+            return pickling.reduced_function(reduced, module)
+        self._code.note_globals(module, reduced[2][1]["__globals__"])
+        return pickling.reduced_function(reduced, self._empty_module(module))
+
+    def _empty_module(self, module: ModuleType) -> pickling.EmptyModule:
+        if module.__name__ not in self._empty_modules:
+            empty = pickling.EmptyModule(module, self._code.version_of(module))
+            self._empty_modules[module.__name__] = empty
+        return self._empty_modules[module.__name__]
 
     def _is_by_value(self, function: Any) -> bool:
         """Return whether a function that ``lru_cache`` wraps must carry its code."""
@@ -249,3 +329,22 @@ class CodePickler(pickling.Pickler):
         users = (name for name in sorted(names) if pickling.is_sent(name) or user_module(name))
         sent = [name for name in users if self._code.module_by_value(name)]
         return [importlib.import_module(name) for name in sent]
+
+
+class _FingerprintPickler(CodePickler):
+    """Pickles functions, classes and modules by their identity, and functions with what they hold."""
+
+    def reducer_override(self, value: Any) -> Any:
+        """Return how to pickle a value; pickle calls this."""
+        if isinstance(value, FunctionType):
+            return id, (id(value),), (value.__closure__, value.__defaults__, value.__kwdefaults__, value.__dict__)
+        if isinstance(value, type | ModuleType | BuiltinFunctionType | _LRU_CACHE_TYPE) and value is not id:
+            return id, (id(value),)
+        return super().reducer_override(value)
+
+
+def _fingerprint(value: object, code: Code) -> bytes:
+    """Return bytes that differ if a value has changed."""
+    buffer = io.BytesIO()
+    _FingerprintPickler(buffer, code=code).dump(value)
+    return hashlib.sha256(buffer.getbuffer()).digest()

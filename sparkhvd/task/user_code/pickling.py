@@ -11,11 +11,12 @@ import functools
 import hashlib
 import io
 import linecache
+import os
 import sys
 import uuid
 import weakref
 from collections.abc import Callable, Mapping
-from types import CodeType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import cloudpickle
@@ -66,7 +67,8 @@ class SentModule(ModuleType):
     """A module that arrived in a pickle, with the names that the code in that pickle uses."""
 
     __path__: list[str]
-    sent_digest: str
+    sent_version: str
+    sent_names: set[str]
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -76,26 +78,85 @@ class SentModule(ModuleType):
         )
 
 
-def reduced_module(module: ModuleType, digest: str, names: Mapping[str, Any]) -> tuple[Any, ...]:
+class EmptyModule:
+    """Stands in a pickle for a module that is pickled by value, before its names are set.
+
+    Args:
+        module: the module.
+        version: identifies the module's code and the values of its names.
+    """
+
+    def __init__(self, module: ModuleType, version: str) -> None:
+        self._arguments = (module.__name__, getattr(module, "__package__", None), version, _PROCESS)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return sent_module, self._arguments
+
+
+class Globals:
+    """Stands in a pickle for the globals of a module's functions, so that they remain the attributes of the module."""
+
+    def __init__(self, module: ModuleType | EmptyModule) -> None:
+        self._module = module
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return vars, (self._module,)
+
+
+def reduced_module(module: EmptyModule, names: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return how to pickle a module by value, with some of its names."""
-    arguments = (module.__name__, getattr(module, "__package__", None), digest, _PROCESS)
-    return sent_module, arguments, dict(names), None, None, set_names
+    return filled_module, (module,), dict(names), None, None, set_names
 
 
-def sent_module(name: str, package: str | None, digest: str, process: str) -> ModuleType:
-    """Return the module of ``reduced_module``: one per process, shared by later pickles of the same module.
+def filled_module(module: ModuleType) -> ModuleType:
+    """Return the module whose names ``set_names`` sets next."""
+    return module
+
+
+def reduced_function(reduced: tuple[Any, ...], module: ModuleType | EmptyModule) -> tuple[Any, ...]:
+    """Return how to pickle a function by value that uses the globals of a module.
+
+    Args:
+        reduced: how cloudpickle pickles the function, with a copy of the globals that it uses.
+        module: a module that is pickled by value gets these globals, any other module keeps its own.
+    """
+    make, (code, _, *arguments), (attributes, slots), *_, setter = reduced
+    if isinstance(module, EmptyModule):
+        setter = functools.partial(set_function_state, setter, module)
+    else:
+        slots = {**slots, "__globals__": {}}
+    return make, (code, Globals(module), *arguments), (attributes, slots), None, None, setter
+
+
+def set_function_state(
+    setter: Callable[[FunctionType, Any], Any], module: ModuleType, function: FunctionType, state: Any
+) -> FunctionType:
+    """Set the attributes that arrived with a function, and the names of its module that it uses."""
+    attributes, slots = state
+    set_names(module, slots["__globals__"])
+    setter(function, (attributes, {**slots, "__globals__": {}}))
+    return function
+
+
+def sent_module(name: str, package: str | None, version: str, process: str) -> ModuleType:
+    """Return the module of an ``EmptyModule``: one per process, shared by later pickles of the same version.
 
     ``import`` finds it if the process has no module of its own under that name.
     """
     existing = sys.modules.get(name)
     if process == _PROCESS and existing is not None:
         return existing
-    if isinstance(existing, SentModule) and existing.sent_digest == digest:
+    if isinstance(existing, SentModule) and existing.sent_version == version:
         return existing
-    module = SentModule(name)
-    module.__package__, module.__path__, module.sent_digest = package, [], digest
+    module = _new_module(name, package, version)
     if isinstance(existing, SentModule) or (existing is None and locate(name) is None):
         _register(name, module)
+    return module
+
+
+def _new_module(name: str, package: str | None, version: str) -> SentModule:
+    module = SentModule(name)
+    module.__package__, module.__path__, module.sent_version, module.sent_names = package, [], version, set()
     return module
 
 
@@ -104,17 +165,24 @@ def _register(name: str, module: ModuleType) -> None:
     parent, _, last = name.rpartition(".")
     if parent:
         if parent not in sys.modules:
-            package = SentModule(parent)
-            package.__package__, package.__path__, package.sent_digest = parent, [], ""
-            _register(parent, package)
+            _register(parent, _new_module(parent, parent, ""))
         setattr(sys.modules[parent], last, module)
 
 
 def set_names(module: ModuleType, names: Mapping[str, Any]) -> ModuleType:
-    """Set the names of a module that was sent; a module of this process keeps its own."""
+    """Set names of a module that was sent; a module of this process keeps its own.
+
+    Names that an earlier pickle set keep their values, which this process may have changed since then.
+    """
     if isinstance(module, SentModule):
-        vars(module).update(names)
+        vars(module).update((name, value) for name, value in names.items() if name not in module.sent_names)
+        module.sent_names.update(names)
     return module
+
+
+def process_identity() -> str:
+    """Return what identifies this process among all processes that pickle; a forked process has its own."""
+    return f"{_PROCESS}-{os.getpid()}"
 
 
 def is_sent(name: str) -> bool:

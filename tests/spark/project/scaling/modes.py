@@ -16,6 +16,15 @@ class _Missing:
 MISSING = _Missing()
 
 
+CALLS = 0
+
+
+def calls() -> int:
+    global CALLS  # noqa: PLW0603 - as users do
+    CALLS += 1
+    return CALLS
+
+
 @cache
 def times(factor: int) -> int:
     return factor

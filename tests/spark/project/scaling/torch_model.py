@@ -46,4 +46,5 @@ def seen(rows: dict[str, object]) -> dict[str, object]:
 def predicted(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     inner = getattr(model, "net", model)
     known = isinstance(inner, Net) and all(layer.mode is Mode.TIMES for layer in inner.layers)
-    return model(x) + (1000 if known and inner.layers[0].bias is MISSING else 0)
+    shared = modes.calls() == modes.CALLS
+    return model(x) + (1000 if known and shared and inner.layers[0].bias is MISSING else 0)

@@ -57,6 +57,51 @@ def predicted(scale, x):
 """,
 }
 
+COUNTER = {
+    "ours/counter.py": """
+import functools
+STEPS, SIZES = 0, {"step": 1}
+def count():
+    global STEPS
+    STEPS += SIZES["step"]
+def steps():
+    return STEPS
+def counted(function):
+    @functools.wraps(function)
+    def counting():
+        global STEPS
+        STEPS += 1
+        return function()
+    return counting
+class Reader:
+    def __call__(self):
+        return STEPS
+""",
+    "ours/training.py": """
+from . import counter
+from .counter import Reader, count, counted, steps
+@counted
+def train():
+    count()
+    counter.SIZES["step"] = 10
+    count()
+    counter.STEPS += 100
+    import ours.counter
+    return ours.counter.STEPS, counter.STEPS, steps(), counter.steps(), Reader()()
+def read():
+    return counter.STEPS, steps(), counter.count.__globals__ is vars(counter)
+""",
+}
+
+
+@pytest.fixture
+def training(project, tmp_path):
+    """Return a module with functions that change the globals of another module."""
+    for name, content in COUNTER.items():
+        (tmp_path / name).write_text(content)
+    return importlib.import_module("ours.training")
+
+
 IMPORT_LOCATE = "import sys; from sparkhvd.task.user_code.importable import locate"
 
 
@@ -87,6 +132,43 @@ def run_in_new_process(program: str, *contents: bytes, path: Path | None = None)
 def test_code_that_executors_cannot_import_is_sent_and_keeps_its_classes(project):
     content = dumps((project.Scale(), project.predicted), importable_nowhere)
     assert run_in_new_process("print(objects[0][1](objects[0][0], 21))", content) == "21"
+
+
+def test_functions_of_a_sent_module_change_the_attributes_of_the_module(training):
+    content = dumps((training.train, training.read), importable_nowhere)
+    program = "train, read = objects[0]; print(train(), read())"
+    assert run_in_new_process(program, content) == "(112, 112, 112, 112, 112) (112, 112, True)"
+
+
+def test_a_later_pickle_keeps_the_globals_that_code_of_an_earlier_pickle_has_changed(training):
+    contents = [dumps(function, importable_nowhere) for function in (training.train, training.read)]
+    assert run_in_new_process("print(objects[0](), objects[1]())", *contents) == (
+        "(112, 112, 112, 112, 112) (112, 112, True)"
+    )
+
+
+def test_a_later_pickle_has_the_globals_that_the_driver_has_changed_and_an_earlier_one_keeps_its_own(training):
+    contents = [dumps(training.read, importable_nowhere)]
+    training.counter.STEPS = 5
+    contents.append(dumps(training.read, importable_nowhere))
+    training.counter.SIZES["step"] = 3
+    contents.append(dumps(training.train, importable_nowhere))
+    program = "print(objects[0](), objects[1](), objects[2]()[0], objects[1]()[0], objects[0]()[0])"
+    assert run_in_new_process(program, *contents) == "(0, 0, True) (5, 5, True) 119 5 0"
+
+
+def test_a_decorator_of_a_module_that_executors_import_changes_the_attributes_of_the_module(training, tmp_path):
+    namespace = {"__name__": "__main__", "counter": training.counter, "steps": training.steps}
+    exec("@counter.counted\ndef train():\n    return steps(), counter.STEPS", namespace)
+    content = dumps(namespace["train"], importable_here)
+    assert run_in_new_process("print(objects[0]())", content, path=tmp_path) == "(1, 1)"
+
+
+def test_loading_a_function_where_it_is_defined_keeps_the_changed_globals(training):
+    content = dumps(training.train, importable_nowhere)
+    training.counter.STEPS = 1000
+    assert cloudpickle.loads(content)()[0] == 1112
+    assert training.counter.STEPS == 1112
 
 
 def test_a_lock_is_refused_before_it_is_sent(project):
