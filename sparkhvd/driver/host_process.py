@@ -53,7 +53,7 @@ class SrunOptions:
 
 @dataclass(frozen=True)
 class HostEnded:
-    """The process of a host has ended; ``why`` contains its exit status and its last output."""
+    """The process of a host has ended or cannot be understood; ``why`` has its last output or the error."""
 
     why: str
 
@@ -157,17 +157,33 @@ class HostProcess:
         descriptor = self._fileno(self._process.stdout)
         if _skip_noise(descriptor):
             self._answered = True
-            connection = Connection(os.dup(descriptor), writable=False)
-            try:
-                while True:
-                    self._receive(pickle.loads(connection.recv_bytes()))
-            except (EOFError, OSError):
-                connection.close()
+            with Connection(os.dup(descriptor), writable=False) as connection:
+                problem = self._receive_all(connection)
+            if problem is not None:
+                self.hang_up()
+                self._receive(HostEnded(problem))
+                return
         code = self._process.wait()
         self._threads[1].join(1.0)
         output = "".join(list(self._tail)).strip()
         why = f"its process {describe_exit(code)}. Its last output: {output or 'none'}"
         self._receive(HostEnded(why))
+
+    def _receive_all(self, connection: Connection) -> str | None:
+        """Receive messages until the host ends the connection; return why a message cannot be read, if one cannot."""
+        while True:
+            try:
+                content = connection.recv_bytes()
+            except (EOFError, OSError):
+                return None
+            try:
+                message = pickle.loads(content)
+            except Exception as error:  # noqa: BLE001 - unpickling runs code of any module
+                return (
+                    f"it sent a message that this machine cannot read ({type(error).__name__}: {error}). Install the "
+                    "same version of sparkhvd and its requirements on all hosts"
+                )
+            self._receive(message)
 
     def _write(self) -> None:
         # If the host process stops reading, a write blocks until close() kills that process, and then fails.
