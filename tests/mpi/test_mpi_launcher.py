@@ -119,7 +119,13 @@ def environment():
 
 
 @pytest.mark.parametrize(("extra", "component"), [((), "mmap"), (("--mca", "shmem", "sysv"), "sysv")])
-def test_open_mpi_does_not_test_posix_shared_memory_which_a_killed_process_would_leave(extra, component):
+def test_open_mpi_does_not_test_posix_shared_memory_which_a_killed_process_would_leave(
+    extra, component, monkeypatch, tmp_path
+):
+    python = tmp_path / "the path of this Python: with spaces"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
     (result,) = run(environment, containers=("a",), extra=extra)
     assert result["OMPI_MCA_shmem"] == component
 

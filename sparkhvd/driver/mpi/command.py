@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 from collections.abc import Container, Mapping, Sequence
@@ -113,7 +114,6 @@ def mpirun_settings(hosts: Sequence[MpiHost], networks: Sequence[str], preset: C
     """
     settings = {
         "plm": "rsh",
-        "plm_rsh_agent": " ".join(python_module("", _AGENT)),
         # Without the tree, mpirun itself starts every orted. An attached orted keeps its agent alive until it ends.
         "plm_rsh_no_tree_spawn": "true",
         "orte_leave_session_attached": "true",
@@ -122,6 +122,19 @@ def mpirun_settings(hosts: Sequence[MpiHost], networks: Sequence[str], preset: C
         **interface_parameters(",".join(dict.fromkeys(networks)), preset),
     }
     return {f"{_VARIABLE}{name}": value for name, value in settings.items()}
+
+
+def agent_setting(script: str) -> dict[str, str]:
+    """Return the variable that makes ``mpirun`` start hosts with the shell script at a path without spaces.
+
+    Open MPI splits the command at spaces and knows no quotes.
+    """
+    return {f"{_VARIABLE}plm_rsh_agent": f"/bin/sh {script}"}
+
+
+def agent_script() -> str:
+    """Return the script of the remote shell, which is a program of this Python."""
+    return f'exec {shlex.join(python_module("", _AGENT))} "$@"\n'
 
 
 def mpirun_defaults() -> dict[str, str]:

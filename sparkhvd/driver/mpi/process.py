@@ -19,7 +19,7 @@ from pathlib import Path
 
 from sparkhvd.comm.connect.inherited_world import memory_file
 from sparkhvd.config import changed_environment
-from sparkhvd.driver.mpi.command import mpirun_defaults
+from sparkhvd.driver.mpi.command import agent_script, agent_setting, mpirun_defaults
 from sparkhvd.driver.mpi.remote_shell import DRIVER_ADDRESSES, DRIVER_ENCRYPTS, DRIVER_SECRET
 from sparkhvd.task.worker.import_path import IMPORT_PATH, import_path
 
@@ -76,6 +76,7 @@ class Mpirun:
                 DRIVER_SECRET: self._secret.enter_context(memory_file(service.secret)),
                 DRIVER_ENCRYPTS: "1" if service.encrypt else "",
                 IMPORT_PATH: import_path(),
+                **agent_setting(self._secret.enter_context(memory_file(agent_script().encode()))),
                 **settings,
             }
             self._process = subprocess.Popen(
