@@ -107,7 +107,9 @@ class Orted:
     def _abandon(self) -> None:
         """Kill ``orted`` before its output is read."""
         self._kill(signal.SIGKILL)
-        self._process.communicate()
+        if self._process.stdout is not None:
+            self._process.stdout.close()  # not read to its end: ranks that left the process group may hold it open
+        self._process.wait()
         self._remove_folder()
 
     def _remove_folder(self) -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 
@@ -9,6 +11,7 @@ from sparkhvd.rpc.messages import Executed, ExecuteOrted, Rejected
 from sparkhvd.task.mpi import orted as orted_module
 from sparkhvd.task.mpi import service as service_module
 from sparkhvd.task.mpi.service import TaskService
+from tests.waiting import wait_for
 
 SECRET = b"s" * 32
 
@@ -33,15 +36,19 @@ def test_an_orted_that_cannot_start_counts_as_ended(service):
     assert time.monotonic() - start < 10.0
 
 
+@pytest.mark.timeout(60)
 def test_an_orted_whose_output_cannot_be_read_is_killed_and_counts_as_ended(service, monkeypatch, tmp_path):
     program = tmp_path / "orted"
-    program.write_text("#!/bin/sh\nexec sleep 60\n")
+    started = tmp_path / "started"  # its process leaves the process group and holds the output open
+    background = f"setsid sleep 600 &\necho $! >{started}.new; mv {started}.new {started}"
+    program.write_text(f"#!/bin/sh\n{background}\nexec sleep 60\n")
     program.chmod(0o755)
     processes = []
     start_process = orted_module.subprocess.Popen
 
     def record_process(*arguments, **options):
         processes.append(start_process(*arguments, **options))
+        wait_for(started.exists)
         return processes[-1]
 
     def refuse(thread):
@@ -50,7 +57,10 @@ def test_an_orted_whose_output_cannot_be_read_is_killed_and_counts_as_ended(serv
     monkeypatch.setattr(orted_module.subprocess, "Popen", record_process)
     monkeypatch.setattr(threading.Thread, "start", refuse)
     service.allow_start({"PATH": "/bin:/usr/bin"})
-    answer = service.handle(ExecuteOrted((str(program),)))
+    try:
+        answer = service.handle(ExecuteOrted((str(program),)))
+    finally:
+        os.kill(int(started.read_text()), signal.SIGKILL)
     assert isinstance(answer, Executed)
     assert service.orted_ended() == (127, "orted cannot be started: can't start new thread.")
     assert processes[0].poll() is not None
