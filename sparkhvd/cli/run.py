@@ -177,9 +177,11 @@ def _hosts(flags: argparse.Namespace) -> tuple[tuple[Host, ...], SshOptions | Sr
     ssh = SshOptions(flags.ssh_port, flags.ssh_identity_file)
     if flags.hostfile is not None:
         try:
-            return parse_hostfile(Path(flags.hostfile).read_text()), ssh
+            return parse_hostfile(Path(flags.hostfile).read_text("utf-8")), ssh
         except OSError as error:
             raise ConfigError(f"--hostfile {flags.hostfile} cannot be read: {error.strerror}.") from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"--hostfile {flags.hostfile} is not a text file in UTF-8: {error}.") from error
     if flags.hosts is not None:
         return parse_hosts(flags.hosts), ssh
     variables = batch_variables()
@@ -253,7 +255,13 @@ def mpirun_words(
     used_hosts = take_slots(hosts, flags.num_proc) if hosts else ()
     count = sum(host.slots for host in used_hosts) or flags.num_proc
     ssh = [f"-p {flags.ssh_port}"] if flags.ssh_port is not None else []
-    ssh += [f"-i {flags.ssh_identity_file}"] if flags.ssh_identity_file is not None else []
+    if flags.ssh_identity_file is not None:
+        if " " in flags.ssh_identity_file:
+            raise ConfigError(
+                f"--ssh-identity-file={flags.ssh_identity_file!r} contains a space, at which mpirun would split it. "
+                "Pass the path of a link without spaces, or leave out --mpi."
+            )
+        ssh.append(f"-i {flags.ssh_identity_file}")
     mpi_arguments = split_arguments("--mpi-args", flags.mpi_args)
     included = (
         interface_parameters(",".join(flags.nics), parameters_of(mpi_arguments, environment)) if flags.nics else {}

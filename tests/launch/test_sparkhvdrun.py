@@ -205,6 +205,7 @@ def test_in_a_batch_job_the_hosts_of_the_job_are_used_unless_flags_name_others()
         ),
         (["--config-file", "/no/such/file", "true"], "--config-file /no/such/file cannot be read"),
         (["-hostfile", "/no/such/file", "true"], "--hostfile /no/such/file cannot be read"),
+        (["-hostfile", sys.executable, "true"], f"--hostfile {sys.executable} is not a text file in UTF-8: "),
         (["--fusion-threshold-mb", "much", "true"], "--fusion-threshold-mb='much'"),
         (["-np", "-1", "true"], "num_proc must be an integer of at least 1, got -1."),
         (["-np", "0", "true"], "num_proc must be an integer of at least 1, got 0."),

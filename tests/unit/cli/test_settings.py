@@ -144,6 +144,11 @@ def test_mpirun_gets_the_hosts_and_the_ssh_options():
     assert words.endswith(" --tag-output -x PATH -x A")
 
 
+def test_an_identity_file_with_a_space_is_refused_for_mpirun():
+    with pytest.raises(ConfigError, match=r"--ssh-identity-file='/my keys/a' contains a space"):
+        words_of_mpirun("-np", "1", "-i", "/my keys/a")
+
+
 def test_mpirun_gets_no_ipv6_address():
     with pytest.raises(
         ConfigError, match=r"mpirun takes no IPv6 address for a host, got fd00::5\. Give the host a name"
