@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import socket
@@ -18,7 +19,7 @@ import sparkhvd
 from sparkhvd.errors import LaunchError, RankFailedError, StartTimeoutError
 from tests.launch import elastic_training, sshd
 from tests.ports import free_port
-from tests.waiting import wait_for
+from tests.waiting import happens, wait_for
 
 pytestmark = pytest.mark.skipif(bool(sshd.why_not()), reason=sshd.why_not())
 
@@ -178,6 +179,38 @@ def stop_the_other_host(folder: str) -> None:
         time.sleep(0.01)
     os.kill(int(pids.read_text().split()[0]), signal.SIGSTOP)
     raise ValueError("no luck")
+
+
+def print_much(progress: str) -> None:
+    for _ in range(1024):
+        print(("x" * 1023 + "\n") * 16, flush=True)
+        with Path(progress).open("a") as file:
+            file.write(".")
+
+
+class Stalled(io.StringIO):
+    """Takes no output until the rank has stopped printing, and notes how often the rank has printed by then."""
+
+    def __init__(self, progress: Path) -> None:
+        super().__init__()
+        self._progress = progress
+        self.printed = -1
+
+    def write(self, text: str) -> int:
+        while self.printed < (printed := self._progress.stat().st_size) and not self.tell():
+            self.printed = printed
+            happens(lambda: self._progress.stat().st_size > printed, 2.0)
+        return super().write(text)
+
+
+@pytest.mark.timeout(90)
+def test_a_driver_that_does_not_take_output_holds_up_the_ranks(tmp_path):
+    progress = tmp_path / "progress"
+    progress.touch()
+    stdout = Stalled(progress)
+    sparkhvd.run(print_much, (str(progress),), launcher="ssh", hosts="localhost:1", stdout=stdout)
+    assert 0 < stdout.printed < 1024
+    assert stdout.getvalue().count("x" * 1023) == 16 * 1024
 
 
 @pytest.mark.timeout(90)

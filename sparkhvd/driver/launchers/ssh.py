@@ -141,7 +141,12 @@ class SshHandle:
         return JobPlan(tuple(assign(offers)), (rendezvous,), self._token, self._job.config.encrypt)
 
     def _receive(self, number: int, message: object) -> None:
-        self._inbox.put((number, message))
+        # The thread that reads from the host writes its output, so that a slow writer holds up the ranks. A queue would
+        # grow without limit.
+        if isinstance(message, Output | Started | Flush):
+            self._stream.handle(message)
+        else:
+            self._inbox.put((number, message))
 
     def _progress(self, number: int) -> str:
         """Return the progress of the job on a host, as a clause for an error message."""
@@ -153,7 +158,7 @@ class SshHandle:
         return f" while {names} started or ran there"
 
     def _next(self, deadline: Deadline | None, needed: Collection[int]) -> tuple[int, object]:
-        """Return the next message of a host. Handle output, and ignore the end of a host that is no longer needed.
+        """Return the next message of a host; ignore the end of a host that is no longer needed.
 
         Raises:
             LaunchError: a host was lost.
@@ -166,6 +171,4 @@ class SshHandle:
                 if number not in needed:
                     continue
                 raise LaunchError(f"Host {self._hosts[number].name} was lost{self._progress(number)}: {message.why}")
-            if not isinstance(message, Output | Started | Flush):
-                return number, message
-            self._stream.handle(message)
+            return number, message
