@@ -22,10 +22,12 @@ from sparkhvd.estimators.torch.losses.epoch_metrics import EpochMetrics
 from sparkhvd.estimators.torch.losses.objective import Objective
 from sparkhvd.estimators.torch.renormalization import rows_keep_their_norms
 from sparkhvd.estimators.torch.serialization.package import Stepping
+from sparkhvd.estimators.training.synthetic_rows import at_least_two_rows
 from sparkhvd.torch.buffers import buffers_unchanged
 from sparkhvd.torch.optimizer.exchange import ExchangingOptimizer
 from sparkhvd.torch.sync_batch_norm import SyncBatchNorm, synchronized_layers
 
+_PLACEHOLDERS = 2  # the rows of a rank that has none
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # The arguments of a train_minibatch_fn, in order.
 MINIBATCH_ARGUMENTS = (
@@ -202,13 +204,14 @@ class _SynchronizedPasses:
     """Passes of a model with layers that exchange statistics.
 
     Their gradients cross ranks in the backward pass, so the loss itself must carry the weight of its rank. A rank
-    without rows must take part, too. It runs a row that does not count, from an earlier batch, the sample, or zeros.
+    without rows must take part, too. It runs two rows that do not count, from an earlier batch, the sample, or zeros:
+    other batch normalization refuses a single row.
     """
 
     def __init__(self, modules: torch.nn.Module, layers: Sequence[SyncBatchNorm], sample: Arrays | None) -> None:
         self._modules = modules
         self._layers = layers
-        self._row = None if sample is None else _first_row(sample)
+        self._rows = None if sample is None else _placeholders(sample)
 
     @classmethod
     def of(cls, model: torch.nn.Module, objective: Objective, sample: Arrays | None) -> _SynchronizedPasses | None:
@@ -217,16 +220,18 @@ class _SynchronizedPasses:
 
     def run(self, batch: Batch, forward: Callable[[Batch], Result]) -> Result:
         if batch.rows:
-            self._row = _first_row(batch.columns)
+            self._rows = _placeholders(batch.columns)
             return forward(batch)
-        row = self._row or {name: np.zeros((1, *array.shape[1:]), array.dtype) for name, array in batch.columns.items()}
+        rows = self._rows or {
+            name: np.zeros((_PLACEHOLDERS, *array.shape[1:]), array.dtype) for name, array in batch.columns.items()
+        }
         for layer in self._layers:
             layer.counts_rows = False
         try:
             with buffers_unchanged(self._modules, self._layers), rows_keep_their_norms(self._modules):
-                loss, outputs, labels = forward(replace(batch, columns=row, rows=1))
+                loss, outputs, labels = forward(replace(batch, columns=rows, rows=_PLACEHOLDERS))
             for output in outputs:
-                if output.requires_grad:  # the loss of this row may be NaN, and so is NaN times 0
+                if output.requires_grad:  # the loss of these rows may be NaN, and so is NaN times 0
                     output.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
             return loss, outputs, labels
         finally:  # the layers are part of the trained model
@@ -234,8 +239,8 @@ class _SynchronizedPasses:
                 layer.counts_rows = True
 
 
-def _first_row(columns: Arrays) -> Arrays:
-    return {name: array[:1].copy() for name, array in columns.items()}
+def _placeholders(columns: Arrays) -> Arrays:
+    return at_least_two_rows({name: array[:_PLACEHOLDERS] for name, array in columns.items()})
 
 
 class _MinibatchSteps:

@@ -320,12 +320,13 @@ def test_ignored_labels_are_handled_in_training_and_validation_as_in_one_big_bat
 
 
 class OfLogarithms(torch.nn.Module):
-    """Accepts only positive numbers."""
+    """Accepts only positive numbers, and at least two rows."""
 
     def __init__(self, norm):
         super().__init__()
         torch.manual_seed(3)
-        self.first, self.norm, self.last = torch.nn.Linear(6, 4, bias=False), norm(4), torch.nn.Linear(4, 3)
+        self.first, self.norm = torch.nn.Linear(6, 4, bias=False), norm(4)
+        self.last = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
         self.register_buffer("scale", torch.tensor(1.0))
         self.register_buffer("seen", torch.tensor(0.0))
 
@@ -340,7 +341,7 @@ def train_synchronized(sizes):
     payload = PLUGIN.pack({**params, "label_cols": ("y",), "schema": DATA})
     data = source(sizes, world.rank, world.size)
     data.columns["x"] = np.abs(data.columns["x"]) + 0.1
-    sample = {name: array[:2] for name, array in data.columns.items()}
+    sample = {name: array[:1] for name, array in data.columns.items()}
     trainer = PLUGIN.trainer(payload, spec(DATA, sample=sample), world)
     trainer.fit(data, None, Hooks())
     return flat(trainer._model)
@@ -357,8 +358,8 @@ def trained_alone(steps, least_label=0):
     return flat(model)
 
 
-def test_a_rank_without_any_rows_takes_part_in_synchronized_statistics_with_a_sample_row(group):
-    sizes = [(0, 4, 4)] * 4
+def test_a_rank_without_rows_takes_part_in_synchronized_statistics_with_a_sample_row_or_earlier_rows(group):
+    sizes = [(0, 4, 0), (4, 0, 0)] * 2  # the layer that is not synchronized sees one big batch, too
     steps = [sum(step[: group.size]) for step in sizes]
     expected = trained_alone(steps)
     for parameters in group.run(train_synchronized, sizes):
@@ -383,7 +384,7 @@ def train_synchronized_masked(sizes):
     params = {"model": model, "optimizer": OPTIMIZERS["momentum"](model), "loss": KeptRows()}
     data = source(sizes, world.rank, world.size)
     data.columns.update(x=np.abs(data.columns["x"]) + 0.1, y=np.maximum(data.columns["y"], 1))
-    sample = {"x": data.columns["x"][:2], "y": np.zeros(2, np.int64)}
+    sample = {"x": data.columns["x"][:1], "y": np.zeros(1, np.int64)}
     payload = PLUGIN.pack({**params, "label_cols": ("y",), "schema": DATA})
     trainer, seen = PLUGIN.trainer(payload, spec(DATA, sample=sample), world), []
     (loss,) = trainer._package.objective.losses
@@ -398,8 +399,8 @@ def train_synchronized_masked(sizes):
     return flat(trainer._model), seen[-1]
 
 
-def test_the_placeholder_row_of_a_rank_without_rows_changes_neither_gradients_nor_buffers_of_a_loss(group):
-    sizes = [(0, 4, 4)] * 4
+def test_the_placeholders_of_a_rank_without_rows_change_neither_gradients_nor_buffers_of_a_loss(group):
+    sizes = [(0, 4, 0)] * 4
     steps = [sum(step[: group.size]) for step in sizes]
     expected = trained_alone(steps, least_label=1)
     for rank, (parameters, seen) in enumerate(group.run(train_synchronized_masked, sizes)):
