@@ -8,9 +8,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from sparkhvd.estimators.batch_dependence import BatchDependence
 from sparkhvd.torch.sync_batch_norm import SyncBatchNorm
 
-_SYNCHRONIZED = (SyncBatchNorm, torch.nn.SyncBatchNorm)
 _EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
-_NEED_TWO_ROWS = (torch.nn.BatchNorm1d, torch.nn.LazyBatchNorm1d, *_SYNCHRONIZED)
+_NEED_TWO_ROWS = (torch.nn.BatchNorm1d, torch.nn.LazyBatchNorm1d, torch.nn.SyncBatchNorm, SyncBatchNorm)
 
 
 def batch_dependence_of(model: object) -> BatchDependence:
@@ -20,7 +19,8 @@ def batch_dependence_of(model: object) -> BatchDependence:
     named = [(name or "the model", layer) for name, layer in model.named_modules()]
     layers = [(name, layer) for name, layer in named if isinstance(layer, _BatchNorm)]
     return BatchDependence(
-        local=tuple(name for name, layer in layers if not isinstance(layer, _SYNCHRONIZED)),
+        # torch.nn.SyncBatchNorm synchronizes only the ranks of torch.distributed
+        local=tuple(name for name, layer in layers if not isinstance(layer, SyncBatchNorm)),
         synchronized="sparkhvd.torch.SyncBatchNorm.convert_sync_batchnorm(model)",
         need_two_rows=tuple(name for name, layer in layers if isinstance(layer, _NEED_TWO_ROWS)),
         need_two_pixels=tuple(name for name, layer in layers if not isinstance(layer, _NEED_TWO_ROWS)),

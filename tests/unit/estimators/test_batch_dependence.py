@@ -21,6 +21,7 @@ def network(*layers):
         (torch.nn.LazyBatchNorm1d(), ("1",), ("1",), ()),
         (torch.nn.BatchNorm2d(4), ("1",), (), ("1",)),
         (SyncBatchNorm(4), (), ("1",), ()),
+        (torch.nn.SyncBatchNorm(4), ("1",), ("1",), ()),
         (torch.nn.LayerNorm(4), (), (), ()),
         (torch.nn.InstanceNorm1d(4), (), (), ()),
     ],
