@@ -140,7 +140,7 @@ class _Normalization(torch.autograd.Function):
         mean, variance, count = _statistics(x, name, process_set, counts_rows)
         inverse = torch.rsqrt(variance + eps)
         normalized = (x.to(mean.dtype) - _expanded(mean, x)) * _expanded(inverse, x)
-        ctx.save_for_backward(normalized, inverse, weight, count)
+        ctx.save_for_backward(normalized, inverse, weight, bias, count)
         ctx.arguments = (name, process_set, x.dtype, counts_rows)
         output = normalized if weight is None else normalized * _expanded(weight.to(mean.dtype), x)
         output = output if bias is None else output + _expanded(bias.to(mean.dtype), x)
@@ -151,7 +151,7 @@ class _Normalization(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        normalized, inverse, weight, count = ctx.saved_tensors
+        normalized, inverse, weight, bias, count = ctx.saved_tensors
         name, process_set, dtype, counts_rows = ctx.arguments
         gradient = gradient.to(normalized.dtype)
         if not counts_rows:
@@ -166,9 +166,11 @@ class _Normalization(torch.autograd.Function):
             if counts_rows:  # then the statistics depend on this rank's rows
                 gradient = gradient - _expanded(sums[0], normalized) - normalized * _expanded(sums[1], normalized)
             input_gradient = (gradient * _expanded(factor, normalized)).to(dtype)
-        if weight is None:
-            return input_gradient, None, None, None, None, None, None
-        return input_gradient, weight_gradient.to(weight.dtype), bias_gradient.to(weight.dtype), None, None, None, None
+        affine_gradients = [
+            None if parameter is None else gradient.to(parameter.dtype)
+            for parameter, gradient in ((weight, weight_gradient), (bias, bias_gradient))
+        ]
+        return input_gradient, *affine_gradients, None, None, None, None
 
 
 # torch does not annotate `Function.apply`.

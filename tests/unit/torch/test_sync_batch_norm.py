@@ -25,10 +25,13 @@ def normalize(rows, extent, dtype, options):
     torch.manual_seed(0)
     shape = (sum(rows), 4, *extent)
     mine = slice(sum(rows[: hvd.rank()]), sum(rows[: hvd.rank() + 1]))
+    options = dict(options)
+    has_bias = options.pop("bias", True)  # PyTorch has this option since version 2.12
     plain = LAYERS[len(shape)](4, **options).to(dtype)
-    if plain.affine:
-        torch.nn.init.uniform_(plain.weight)
-        torch.nn.init.uniform_(plain.bias)
+    if not has_bias:
+        plain.register_parameter("bias", None)
+    for parameter in plain.parameters():
+        torch.nn.init.uniform_(parameter)
     ours = hvd.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(plain))
     assert isinstance(ours, hvd.SyncBatchNorm)
     close = {torch.float64: {"rtol": 1e-10, "atol": 1e-10}, torch.float32: {"rtol": 1e-4, "atol": 1e-4}}[dtype]
@@ -122,9 +125,9 @@ def run_with_too_few_rows():
         ((1, 6, 2), (3,), {"momentum": 0.3}),
         ((5, 0, 2), (2, 3), {"affine": False}),
         ((2, 2, 2), (2, 2, 2), {"momentum": None, "eps": 0.1}),
-        ((3, 1, 1), (2,), {"track_running_stats": False}),
+        ((3, 1, 1), (2,), {"track_running_stats": False, "bias": False}),
     ],
-    ids=["rows", "uneven rows of sequences", "images, one rank without", "volumes", "without running statistics"],
+    ids=["rows", "uneven rows of sequences", "images, one rank without", "volumes", "without statistics or bias"],
 )
 def test_statistics_and_gradients_are_those_of_one_process_with_all_rows(group, rows, extent, options, dtype):
     group.run(normalize, rows, extent, dtype, options)
