@@ -48,7 +48,8 @@ class TorchState(ObjectState):
 
     It holds the ``state_dict`` of every model and optimizer, but not their other attributes, such as counters. Pass
     such attributes as plain values. Parameter groups that an optimizer got after the last commit are removed by
-    ``restore``, so the function can add them again. Gradients are not part of a commit: ``restore`` sets them to None.
+    ``restore``, so the function can add them again. Gradients are not part of a commit: ``restore`` and ``reset`` set
+    them to None. If gradients accumulate over several backward passes, commit after a step.
 
     Args:
         model: the model; None if there is none.
@@ -107,7 +108,7 @@ class TorchState(ObjectState):
         super()._set_saved_copy(saved)
 
     def reset(self) -> None:
-        """Adapt samplers to the new ranks, and drop unfinished exchanges of gradients."""
+        """Adapt samplers to the new ranks, and drop gradients and their unfinished exchanges."""
         for part in self._parts.values():
             part.reset()
 
@@ -157,8 +158,7 @@ class _OptimizerPart:
                 f"The commit has an optimizer with {counted(committed, 'parameter group')}, but this rank's has "
                 f"{len(groups)}. Call add_param_group() for the missing groups before the state is restored."
             )
-        for parameter in (parameter for group in groups for parameter in group["params"]):
-            parameter.grad = None  # the next backward pass would add to the gradient of the interrupted step
+        self._forget_gradients()
         if isinstance(self._optimizer, ExchangingOptimizer):
             self._optimizer.drop_param_groups(committed)
         else:
@@ -169,8 +169,14 @@ class _OptimizerPart:
         broadcast_optimizer_state(self._optimizer)
 
     def reset(self) -> None:
+        self._forget_gradients()
         if isinstance(self._optimizer, ExchangingOptimizer):
             self._optimizer.abandon_step()
+
+    def _forget_gradients(self) -> None:
+        """Set the gradients to None: new ranks have none, and a backward pass adds to the interrupted step's."""
+        for parameter in (parameter for group in self._optimizer.param_groups for parameter in group["params"]):
+            parameter.grad = None
 
     def describe(self, name: str) -> list[str]:
         return [_kind(self._optimizer, name)]
@@ -188,17 +194,21 @@ class _StatefulPart:
 
     def restore(self) -> None:
         self._value.load_state_dict(copy.deepcopy(self.saved))
-        if isinstance(self._value, torch.amp.GradScaler):
-            # The interrupted step may have unscaled gradients. PyTorch has no public way to forget that.
-            self._value._per_optimizer_states.clear()  # noqa: SLF001
+        self._forget_unscaling()
 
     def sync(self) -> None:
         state = objects.broadcast_object(session.current(), self._value.state_dict(), name="elastic.state_dict")
         self._value.load_state_dict(state)
 
     def reset(self) -> None:
+        self._forget_unscaling()
         if isinstance(self._value, ElasticSampler):
             self._value.reset()
+
+    def _forget_unscaling(self) -> None:
+        """Let a scaler forget that it has unscaled gradients; PyTorch has no public way."""
+        if isinstance(self._value, torch.amp.GradScaler):
+            self._value._per_optimizer_states.clear()  # noqa: SLF001
 
     def describe(self, name: str) -> list[str]:
         return [_kind(self._value, name)]

@@ -133,6 +133,31 @@ def test_a_restore_forgets_the_gradients_and_the_scaling_of_the_interrupted_step
     assert [step.flatten().tolist() for step in steps] == [[pytest.approx(-0.2)] * 3, [pytest.approx(-0.2)]]
 
 
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Adasum], ids=["average", "adasum"])
+def test_ranks_that_change_while_gradients_accumulate_begin_the_step_anew(op):
+    model = torch.nn.Linear(3, 1)
+    torch.nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), backward_passes_per_step=2, op=op)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    state = hvd.elastic.TorchState(model, optimizer, scaler=scaler)
+
+    def backward():
+        scaler.scale(model(torch.ones(2, 3)).sum()).backward()
+
+    backward()
+    scaler.unscale_(optimizer)
+    state.commit()  # new ranks, which have no gradients, join here
+    hvd.shutdown()
+    hvd.init()
+    state.on_reset()
+    state.sync()
+    backward()
+    backward()
+    scaler.step(optimizer)
+    assert model.weight.tolist() == [[-4.0] * 3]
+
+
 def test_a_state_without_a_model_takes_values_and_any_number_of_models():
     first, second = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
     state = hvd.elastic.TorchState(first=first, second=second, best=0.5)
