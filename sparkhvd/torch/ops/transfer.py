@@ -95,6 +95,8 @@ def send(parameter: torch.Tensor, name: str, weight: Weight, settings: ExchangeS
         if not settings.sparse_as_dense:
             return _send_sparse(gradient, parameter, name, weight, settings)
         gradient = parameter.grad = _dense(gradient)
+    if gradient.requires_grad and session.current().channel(settings.process_set).size > 1:
+        gradient = parameter.grad = gradient.detach()  # its graph is that of this rank's own gradient
     return _send_dense(gradient, name, weight, settings)
 
 

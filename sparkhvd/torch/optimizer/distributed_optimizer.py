@@ -44,7 +44,8 @@ def DistributedOptimizer(  # noqa: N802, PLR0917  the name and the order of the 
 
     The result is an instance of the optimizer's own class (of a subclass with its name) and shares its ``param_groups``
     and ``state``. Create learning rate schedulers from the result. The exchange of a gradient starts as soon as
-    backward has computed it.
+    backward has computed it. The averaged gradients of several ranks have no graph, even after
+    ``backward(create_graph=True)``, because a rank knows only the graph of its own gradient.
 
     Args:
         optimizer: the optimizer to wrap; use only the result afterwards.

@@ -196,3 +196,19 @@ def accumulate_with_gradients_between():
 
 def test_autograd_grad_is_not_weighted(group):
     assert group.run(accumulate_with_gradients_between) == [[-8.0] * 2] * 2
+
+
+def penalize_gradients():
+    """Train with the penalty of the gradient of a backward pass, and then differentiate the averaged gradient."""
+    weight = torch.nn.Parameter(torch.full((2,), 3.0 + hvd.rank()))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), backward_passes_per_step=2)
+    with pytest.warns(UserWarning, match="create_graph=True"):
+        weight.pow(3).sum().backward(create_graph=True)
+    weight.grad.sum().backward()
+    optimizer.synchronize()
+    return weight.grad.requires_grad, weight.grad.tolist()
+
+
+def test_averaged_gradients_have_no_graph_because_it_would_be_that_of_one_rank(group):
+    mean = sum(3 * value**2 + 6 * value for value in (3.0, 4.0)) / 2
+    assert group.run(penalize_gradients) == [(False, [mean] * 2)] * 2
