@@ -474,7 +474,7 @@ def refuse_unscalable(schedulers: Iterable[object]) -> None:
         ParamError: a scheduler is an ``SWALR``, or contains one.
     """
     for scheduler in schedulers:
-        refuse_own_rates(scheduler, ("SWALR",))
+        refuse_own_rates(scheduler, lambda part: type(part).__name__ == "SWALR")
 
 
 def scale_lr(optimizers: Sequence[torch.optim.Optimizer], schedulers: Sequence[Any], factor: float) -> None:

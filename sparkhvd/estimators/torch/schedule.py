@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -159,23 +159,29 @@ def _create_scheduler(schedule: LRSchedule, optimizer: torch.optim.Optimizer, lr
             "metric. Leave monitor out."
         )
     if lr_scale != 1.0:
-        refuse_own_rates(scheduler, _RATE_OWNERS)
+        # A function may compute its own minimum from the optimizer's rate, which is already scaled.
+        refuse_own_rates(
+            scheduler,
+            lambda part: (
+                type(part).__name__ in _RATE_OWNERS or (not is_scheduler and getattr(part, "eta_min", 0.0) != 0.0)
+            ),
+        )
     if is_scheduler:
         scale_schedule(scheduler, lr_scale)
     return scheduler
 
 
-def refuse_own_rates(scheduler: object, kinds: Collection[str]) -> None:
-    """Refuse schedulers of some kinds, whose own learning rates ``scale_lr`` cannot scale.
+def refuse_own_rates(scheduler: object, has_own: Callable[[object], bool]) -> None:
+    """Refuse schedulers with learning rates of their own that ``scale_lr`` cannot scale.
 
     Args:
         scheduler: the scheduler; schedulers that it is composed of are refused, too.
-        kinds: the names of their classes.
+        has_own: returns whether a scheduler has such learning rates.
 
     Raises:
-        ParamError: the scheduler is of such a kind.
+        ParamError: the scheduler has such learning rates.
     """
-    names = [type(part).__name__ for part in parts_of(scheduler) if type(part).__name__ in kinds]
+    names = [type(part).__name__ for part in parts_of(scheduler) if has_own(part)]
     if names:
         raise ParamError(
             f"scale_lr=True cannot scale the learning rates that {names[0]} was created with. Scale them yourself and "
@@ -206,13 +212,15 @@ def repeat_initial_step(scheduler: Any) -> None:
 
 
 def scale_schedule(scheduler: Any, factor: float) -> None:
-    """Multiply the base learning rates of a scheduler and its parts."""
+    """Multiply the learning rates that a scheduler and its parts keep."""
     if factor == 1.0:
         return
     for part in parts_of(scheduler):
-        for name in ("base_lrs", "max_lrs", "_last_lr"):
+        for name in ("base_lrs", "max_lrs", "min_lrs", "_last_lr"):
             if hasattr(part, name):
                 setattr(part, name, [rate * factor for rate in getattr(part, name)])
+        if hasattr(part, "eta_min"):
+            part.eta_min *= factor
 
 
 def _plain_part(value: Any, name: str, omitted: list[str]) -> Any:

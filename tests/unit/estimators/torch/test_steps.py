@@ -17,6 +17,7 @@ import sparkhvd.torch as hvd
 from sparkhvd.comm import session
 from sparkhvd.data.read.batches import Batch
 from sparkhvd.errors import ModelOutputError, ParamError
+from sparkhvd.estimators.lightning.steps import scale_lr
 from sparkhvd.estimators.torch import LRSchedule, TorchCallback
 from sparkhvd.estimators.torch.plugin import PLUGIN
 from sparkhvd.estimators.torch.serialization import artifact
@@ -168,8 +169,12 @@ def chained(optimizer):
     )
 
 
-@pytest.mark.parametrize("made", [composed, chained])
-def test_composed_schedulers_follow_the_scale_even_if_a_run_resumes_at_another_size(made):
+def annealed(optimizer):
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 3, eta_min=0.05)
+
+
+@pytest.mark.parametrize("made", [composed, chained, annealed])
+def test_schedulers_follow_the_scale_even_if_a_run_resumes_at_another_size(made):
     def trainer(size):
         model = network()
         optimizer = sgd(model)
@@ -181,12 +186,27 @@ def test_composed_schedulers_follow_the_scale_even_if_a_run_resumes_at_another_s
             trainer._schedule.after_epoch(None)
             yield trainer._plain_optimizer.param_groups[0]["lr"]
 
+    alone, wanted = sgd(network()), []
+    schedule = made(alone)
+    for _ in range(3):
+        alone.step()
+        schedule.step()
+        wanted.append(4 * alone.param_groups[0]["lr"])
     whole = trainer(4)
-    assert list(rates(whole, 3)) == pytest.approx([0.4, 0.2, 0.2])
+    assert list(rates(whole, 3)) == pytest.approx(wanted)
     first, second = trainer(2), trainer(4)
-    assert list(rates(first, 1)) == pytest.approx([0.2])
+    assert list(rates(first, 1)) == pytest.approx([wanted[0] / 2])
     second.restore(first.state())
-    assert list(rates(second, 2)) == pytest.approx([0.2, 0.2])
+    assert list(rates(second, 2)) == pytest.approx(wanted[1:])
+
+
+def test_the_least_rate_of_a_plateau_follows_the_scale():
+    optimizer = sgd(network())
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.1, patience=0, min_lr=0.04)
+    scale_lr([optimizer], [schedule], 4)
+    for _ in range(3):
+        schedule.step(1.0)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.16)
 
 
 def own_step(model, optimizer, transform_outputs, loss_fn, inputs, labels, weights, passes, index):  # noqa: PLR0917
