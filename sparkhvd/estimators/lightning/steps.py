@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from sparkhvd.comm import objects, session
 from sparkhvd.comm.collectives.buffers import ReduceOp
@@ -311,9 +312,10 @@ class EstimatorSteps:
         if share.is_substitute:
             with preserved_state(self.lightning_module, stage), buffers_unchanged(self.losses):
                 return step(*batch, **named)
-        self.feed.rows_of_buffers += share.rows  # in a validation too, where a loss may change its buffers
+        rows = _count_rows(batch) if share.is_foreign else share.rows
+        self.feed.rows_of_buffers += rows  # in a validation too, where a loss may change its buffers
         if stage == "train":
-            self.feed.rows_of_copies += share.rows
+            self.feed.rows_of_copies += rows
         try:
             result = step(*batch, **named)
         except Exception as error:
@@ -326,8 +328,13 @@ class EstimatorSteps:
             value = float(loss.detach())
             if stage == "train" and self.feed.loss is None:
                 self.feed.loss = value
-            self.feed.add(stage, value, counted_rows(share.rows, share.factors))
+            self.feed.add(stage, value, counted_rows(rows, share.factors))
         return result
+
+
+def _count_rows(batch: object) -> int:
+    """Return the length of the first tensor in a batch; 1 without such a tensor."""
+    return next((len(part) for part in tree_leaves(batch) if isinstance(part, torch.Tensor) and part.dim()), 1)
 
 
 def _modules_in(values: Mapping[str, object]) -> Iterator[tuple[str, torch.nn.Module]]:

@@ -222,6 +222,8 @@ def test_a_validation_may_also_use_a_loader_of_other_rows(group):
     assert values["loss/dataloader_idx_0"] == pytest.approx(wanted["loss"], rel=1e-6)
     assert values["rows/dataloader_idx_0"] == sum(map(sum, SOME_EMPTY))
     assert values["rows/dataloader_idx_1"] == 6, "Lightning gives each rank three of the five rows"
+    sums = [values[f"loss/dataloader_idx_{index}"] * values[f"rows/dataloader_idx_{index}"] for index in (0, 1)]
+    assert values["loss"] == pytest.approx(sum(sums) / (sum(map(sum, SOME_EMPTY)) + 6), rel=1e-5)
 
 
 def error_without_a_length():
