@@ -13,11 +13,14 @@ class ReplacedNormalizations:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._replaced: list[tuple[torch.nn.Module, str, torch.nn.Module]] = []
+        replacements: dict[torch.nn.Module, torch.nn.Module] = {}
         for parent in list(module.modules()):
-            for name, layer in list(parent.named_children()):
+            for name, layer in parent._modules.items():  # noqa: SLF001  (named_children omits further names of a layer)
                 if isinstance(layer, _BatchNorm) and not isinstance(layer, SyncBatchNorm):
                     self._replaced.append((parent, name, layer))
-                    setattr(parent, name, SyncBatchNorm.convert_sync_batchnorm(layer))
+                    if layer not in replacements:
+                        replacements[layer] = SyncBatchNorm.convert_sync_batchnorm(layer)
+                    setattr(parent, name, replacements[layer])
 
     def close(self) -> None:
         """Restore the layers, with the statistics and weights of their replacements."""

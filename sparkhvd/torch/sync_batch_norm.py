@@ -55,11 +55,19 @@ class SyncBatchNorm(_BatchNorm):
         Raises:
             ConfigError: a layer's class overrides ``forward``, which the replacement would not run.
         """
-        if isinstance(module, _BatchNorm):
-            return cls._replacement_of(module, process_set)
-        for name, child in module.named_children():
-            module.add_module(name, cls.convert_sync_batchnorm(child, process_set))
-        return module
+        return cls._converted(module, process_set, {})
+
+    @classmethod
+    def _converted(
+        cls, module: torch.nn.Module, process_set: ProcessSet | None, known: dict[torch.nn.Module, torch.nn.Module]
+    ) -> torch.nn.Module:
+        """Return the module itself or its replacement; ``known`` has both for modules that have several names."""
+        if module not in known:
+            known[module] = cls._replacement_of(module, process_set) if isinstance(module, _BatchNorm) else module
+            for name, child in module._modules.items():  # noqa: SLF001  (named_children omits further names)
+                if child is not None:
+                    module.add_module(name, cls._converted(child, process_set, known))
+        return known[module]
 
     @classmethod
     def _replacement_of(cls, old: _BatchNorm, process_set: ProcessSet | None) -> SyncBatchNorm:

@@ -12,6 +12,8 @@ import torch
 
 from sparkhvd.comm import session
 from sparkhvd.errors import ConfigError
+from sparkhvd.lightning.normalization import ReplacedNormalizations
+from sparkhvd.torch import SyncBatchNorm
 from tests.ranks import RankGroup
 
 SIZE = 2
@@ -190,6 +192,16 @@ def layers_after_sync_batchnorm():
 
 def test_a_fit_with_sync_batchnorm_restores_the_modules_own_layers_with_the_new_statistics(group):
     assert group.run(layers_after_sync_batchnorm) == [(True, 6)] * SIZE
+
+
+def test_sync_batchnorm_replaces_a_layer_under_all_of_its_names():
+    layer = torch.nn.BatchNorm1d(8)
+    model = torch.nn.Sequential(layer, torch.nn.Linear(8, 8), layer, torch.nn.Sequential(layer))
+    replaced = ReplacedNormalizations(model)
+    assert isinstance(model[0], SyncBatchNorm)
+    assert model[0] is model[2] is model[3][0]
+    replaced.close()
+    assert layer is model[0] is model[2] is model[3][0]
 
 
 def in_bfloat16(strategy):

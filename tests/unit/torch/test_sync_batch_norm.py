@@ -181,6 +181,15 @@ def test_a_converted_layer_keeps_its_hooks():
     assert torch.equal(hvd.SyncBatchNorm.convert_sync_batchnorm(torch.nn.Sequential(layer))(x), want)
 
 
+def test_a_layer_with_several_names_is_converted_to_one_layer():
+    layer = torch.nn.BatchNorm1d(3)
+    inner = torch.nn.Sequential(torch.nn.Linear(3, 3), layer)
+    model = hvd.SyncBatchNorm.convert_sync_batchnorm(torch.nn.Sequential(layer, inner, layer, inner))
+    assert isinstance(model[0], hvd.SyncBatchNorm)
+    assert model[0] is model[1][1] is model[2]
+    assert model[1] is model[3] is inner
+
+
 def test_a_layer_with_its_own_forward_is_not_converted():
     class Activated(torch.nn.BatchNorm1d):
         def forward(self, rows):
