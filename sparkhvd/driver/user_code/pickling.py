@@ -72,12 +72,18 @@ def dumps_with(
         importable_there: see ``dumps``.
     """
     code = Code(importable_there)
-    with code.registered():
+
+    def pickled() -> bytes:
         while True:
             buffer = io.BytesIO()
             kind(buffer, *arguments, code=code).dump(value)
-            if not code.lacks_names() and not code.has_changed():
+            if not code.lacks_names():
                 return buffer.getvalue()
+
+    with code.registered():
+        content = pickled()
+        # Not in a loop: the pickles of some values always differ.
+        return pickled() if code.has_changed() else content
 
 
 class Code:
@@ -266,7 +272,7 @@ def _is_stateless(value: object) -> bool:
 class CodePickler(pickling.Pickler):
     """Pickles by value the code that cannot be imported where the pickle is loaded; see ``dumps``."""
 
-    def __init__(self, file: io.BytesIO, *, code: Code) -> None:
+    def __init__(self, file: io.BytesIO | _HashWriter, *, code: Code) -> None:
         super().__init__(file)
         self._code = code
         self._empty_modules: dict[str, pickling.EmptyModule] = {}  # one per module, so that the pickle contains it once
@@ -343,8 +349,21 @@ class _FingerprintPickler(CodePickler):
         return super().reducer_override(value)
 
 
+class _HashWriter(io.RawIOBase):
+    """A file that keeps only a hash of what is written to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hash = hashlib.sha256()
+
+    def write(self, content: Any) -> int:
+        """Add content to the hash."""
+        self.hash.update(content)
+        return memoryview(content).nbytes
+
+
 def _fingerprint(value: object, code: Code) -> bytes:
     """Return bytes that differ if a value has changed."""
-    buffer = io.BytesIO()
-    _FingerprintPickler(buffer, code=code).dump(value)
-    return hashlib.sha256(buffer.getbuffer()).digest()
+    writer = _HashWriter()
+    _FingerprintPickler(writer, code=code).dump(value)
+    return writer.hash.digest()

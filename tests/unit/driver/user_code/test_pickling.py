@@ -5,6 +5,7 @@ import importlib
 import linecache
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 
 import cloudpickle
@@ -155,6 +156,17 @@ def test_a_later_pickle_has_the_globals_that_the_driver_has_changed_and_an_earli
     contents.append(dumps(training.train, importable_nowhere))
     program = "print(objects[0](), objects[1](), objects[2]()[0], objects[1]()[0], objects[0]()[0])"
     assert run_in_new_process(program, *contents) == "(0, 0, True) (5, 5, True) 119 5 0"
+
+
+def test_a_global_that_pickles_differently_each_time_can_be_sent(training):
+    class Changing:
+        def __reduce__(self):
+            return uuid.UUID, (uuid.uuid4().hex,)
+
+    training.counter.STEPS = Changing()
+    contents = [dumps(training.read, importable_nowhere) for _ in range(2)]
+    program = "values = [function()[0] for function in objects]; print(len(set(values)), type(values[0]).__name__)"
+    assert run_in_new_process(program, *contents) == "2 UUID"
 
 
 def test_a_decorator_of_a_module_that_executors_import_changes_the_attributes_of_the_module(training, tmp_path):
