@@ -83,7 +83,12 @@ def fail(how: str) -> None:
 def lose(how: str, folder: Path) -> None:
     """Kill or stop another process: the driver, or the JVM or task of this one."""
     if how.startswith("driver "):
-        os.kill(int((folder / "driver").read_text()), signal.SIGINT if how == "driver interrupted" else signal.SIGKILL)
+        driver, number = int((folder / "driver").read_text()), signal.SIGKILL
+        if how == "driver interrupted":
+            number = signal.SIGINT
+            if "SPARKHVD_RANK" in os.environ:  # interrupt the driver again while it ends this rank
+                signal.signal(signal.SIGTERM, lambda *_: os.kill(driver, number))
+        os.kill(driver, number)
         return
     import psutil  # noqa: PLC0415
 

@@ -158,8 +158,10 @@ class HostWorkers:
             for host in list(self._hosts.values()):
                 self._end(host)
             ending = list(self._ending)
-        wait(ending)
-        self._server.close()
+        try:
+            wait(ending)
+        finally:  # another Ctrl-C may interrupt the wait
+            self._server.close()
 
     def _open(self, name: str) -> _Host:
         """Start the process of a host."""

@@ -411,11 +411,14 @@ class SparkWorkers:
     def close(self) -> None:
         """End all workers and their Spark jobs, and wait for their ends."""
         self._closing.set()
-        wait(self._threads)
+        with self._stack as stack:  # takes every step, even if another Ctrl-C interrupts one
+            stack.callback(self._end_leases)
+            wait(self._threads)
+
+    def _end_leases(self) -> None:
         connected = self._connected()
         self._book.end()
         self._await_ends(connected, [thread for _, thread in self._leases])
-        self._stack.close()
 
     def _connected(self) -> list[bool]:
         return [self._book.is_connected(number) for number in range(len(self._leases))]

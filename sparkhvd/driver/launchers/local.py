@@ -6,7 +6,6 @@ import logging
 import os
 import secrets
 import socket
-from concurrent import futures
 from contextlib import ExitStack
 from typing import ClassVar
 
@@ -83,12 +82,12 @@ class LocalHandle:
         return results_in_order(contents, self._job.num_proc)
 
     def close(self) -> None:
-        if not self._contents.done():
-            host = self._plan.slots[0].offer.host
-            self._server.set(OUTCOME, FailureReport(0, host, "was cancelled").to_json())
-            if futures.wait([self._contents], _END_SECONDS).not_done:
-                logger.warning("The ranks of this job did not end within %g s.", _END_SECONDS)
-        self._stack.close()
+        with self._stack:  # closes the workers and the server, even if another Ctrl-C interrupts the wait
+            if not self._contents.done():
+                host = self._plan.slots[0].offer.host
+                self._server.set(OUTCOME, FailureReport(0, host, "was cancelled").to_json())
+                if not is_done_within(self._contents, _END_SECONDS):
+                    logger.warning("The ranks of this job did not end within %g s.", _END_SECONDS)
 
     def _start(self, stream: LogStream, stack: ExitStack) -> dict[int, WorkerProcess]:
         job = self._job

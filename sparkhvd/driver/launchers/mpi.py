@@ -194,18 +194,25 @@ class MpiHandle:
         return spark_failure(error, self._stage.host_of, self._stage.task_hosts(), self._service.tasks())
 
     def close(self) -> None:
-        self._fail("The job was cancelled.")  # does nothing if the job has an outcome
-        self._service.end("The job has ended.")
-        self._starter.join()
+        with self._stack as stack:  # takes every step, even if another Ctrl-C interrupts one
+            stack.callback(self._end_watchers)
+            stack.callback(self._stage.close)
+            stack.callback(self._end_mpirun)
+            self._fail("The job was cancelled.")  # does nothing if the job has an outcome
+            self._service.end("The job has ended.")
+            self._starter.join()
+
+    def _end_mpirun(self) -> None:
         if self._mpirun is not None:
             # The time that results() has waited for the rows counts.
             grace = _MPIRUN_SECONDS if self._grace is None else self._grace.capped(_MPIRUN_SECONDS).remaining()
             self._mpirun.close(grace)
-        self._stage.close()
-        for thread, client in self._watchers:
+
+    def _end_watchers(self) -> None:
+        for _, client in self._watchers:
             client.close()
+        for thread, _ in self._watchers:
             thread.join()
-        self._stack.close()
 
     def _stage_ended(self) -> None:
         self._stage_has_ended = True

@@ -128,10 +128,10 @@ class RayHandle:
 
     def close(self) -> None:
         self._closing.set()
-        # The thread may still start actors; it notices the event within a second.
-        if not self.started.done():
-            futures.wait([self._contents], _END_SECONDS)
-        self._stack.close()
+        with self._stack:  # releases the resources, even if another Ctrl-C interrupts the wait
+            # The thread may still start actors; it notices the event within a second.
+            if not self.started.done():
+                futures.wait([self._contents], _END_SECONDS)
         futures.wait([self._contents], _END_SECONDS)
 
     def _run(self) -> dict[int, bytes | Outcome]:

@@ -10,13 +10,13 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from sparkhvd._util.background import in_background, is_done_within
 from sparkhvd.comm.connect.inherited_world import memory_file
 from sparkhvd.config import changed_environment
 from sparkhvd.driver.mpi.command import agent_script, agent_setting, mpirun_defaults
@@ -97,24 +97,28 @@ class Mpirun:
                 stdout=subprocess.DEVNULL,
             )
             stack.pop_all()
-        self._reader = threading.Thread(target=self._read, name="sparkhvd-mpirun-output", daemon=True)
-        self._thread = threading.Thread(target=self._watch, name="sparkhvd-mpirun", daemon=True)
-        self._reader.start()
-        self._thread.start()
+        self._output_ended = in_background(self._read, "sparkhvd-mpirun-output")
+        self._ended = in_background(self._watch, "sparkhvd-mpirun")
 
     def close(self, grace_seconds: float) -> None:
         """Wait up to ``grace_seconds`` for the process to end, then end it by force."""
-        self._thread.join(grace_seconds)
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            if self._thread.is_alive():
-                self._kill(number)
-                self._thread.join(_TERM_SECONDS)
+        with ExitStack() as stack:  # takes every step, even if Ctrl-C interrupts one
+            stack.callback(self._remove_folder)
+            stack.callback(self._secret.close)
+            stack.callback(self._end_session)
+            if not is_done_within(self._ended, grace_seconds):
+                self._kill(signal.SIGTERM)
+                is_done_within(self._ended, _TERM_SECONDS)
+
+    def _end_session(self) -> None:
+        """End all processes of the session at once."""
         for pid in session_processes(self._process.pid):  # each agent leads a process group of its own
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        self._thread.join()
-        self._reader.join()
-        self._secret.close()
+        is_done_within(self._ended)
+        is_done_within(self._output_ended)
+
+    def _remove_folder(self) -> None:
         if self._remover.stdin is not None:
             self._remover.stdin.close()
         try:
@@ -126,7 +130,7 @@ class Mpirun:
 
     def _watch(self) -> None:
         code = self._process.wait()
-        self._reader.join(_OUTPUT_SECONDS)  # surviving agents keep its output open
+        is_done_within(self._output_ended, _OUTPUT_SECONDS)  # surviving agents keep its output open
         self._on_end(code, "".join(list(self._tail)).strip())
 
     def _read(self) -> None:
