@@ -136,7 +136,8 @@ def save(fence: Fence, checkpoint: Checkpoint, keep: int = 1, other_epochs: Coll
     kept = {*other_epochs, *range(last_end - keep + 1, last_end + 1)}
     existing = store.list(layout.checkpoints_folder(run_id))
     ours = set(owned_checkpoints(store, run_id, existing))
-    final_paths = [path for path in existing if layout.final_epoch(path) is not None]
+    # Such a state is outdated if rank 0 of an elastic fit was lost after it had saved the end of the run.
+    final_paths = [path for path in existing if layout.final_epoch(path) is not None or layout.is_ended_path(path)]
     own_position = layout.checkpoint_position(path)
     for other in [*_checkpoints(existing), *final_paths]:
         position = layout.checkpoint_position(other)

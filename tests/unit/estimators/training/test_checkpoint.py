@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -42,6 +43,14 @@ def test_only_the_last_checkpoint_is_kept(store):
         checkpoint.save(Fence(store, "run", 0), after(epoch))
     assert store.list(layout.checkpoints_folder("run")) == [layout.checkpoint_path("run", 11)]
     assert checkpoint.load(store, checkpoint.latest(store, "run")).epoch == 11
+
+
+def test_ranks_that_resume_before_the_end_of_a_run_replace_that_end(store):
+    """Rank 0 of an elastic fit may be lost just after it has saved that a callback ended the run."""
+    checkpoint.save_final(Fence(store, "run", 1), replace(after(1), ended=True))
+    checkpoint.save(Fence(store, "run", 2), after(1))
+    assert checkpoint.load(store, checkpoint.latest(store, "run")) == after(1)
+    assert store.list(layout.checkpoints_folder("run")) == [layout.checkpoint_path("run", 1, token=2)]
 
 
 def test_a_run_without_checkpoints_has_no_latest_checkpoint(store):
