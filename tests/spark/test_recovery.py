@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -18,13 +19,13 @@ from torch.nn import functional
 
 from sparkhvd import Checkpoints, EarlyStopping, SparkBackend, Store, TorchEstimator
 from sparkhvd.data import AsyncDataLoaderMixin, BaseDataLoader, DataModule
-from sparkhvd.errors import DataError, ParamError, RankFailedError
+from sparkhvd.errors import DataError, ParamError, RankFailedError, StoreError
 from sparkhvd.estimators.api import estimator as estimator_api
 from sparkhvd.estimators.runs import run_lease
 from sparkhvd.estimators.runs.run_lease import Fence
 from sparkhvd.estimators.torch import LRSchedule, TorchCallback
-from sparkhvd.estimators.training import checkpoint
-from sparkhvd.store import layout
+from sparkhvd.estimators.training import checkpoint, job_files
+from sparkhvd.store import LocalStore, layout
 from tests.spark import trainings
 
 pytestmark = pytest.mark.spark
@@ -329,11 +330,23 @@ class Exits(TorchCallback):
         sys.exit()
 
 
-def test_a_callback_that_calls_exit_fails_the_fit(store, df):
+def test_a_callback_that_calls_exit_fails_the_fit_and_a_file_that_cannot_be_deleted_does_not(
+    store, df, monkeypatch, caplog
+):
+    monkeypatch.setattr(job_files, "INLINE_BYTES", 0)  # so that the model is sent through the Store
+    delete = LocalStore.delete
+
+    def fail(self, path):
+        if "/payload-" in path:
+            raise StoreError("the Store does not answer")
+        delete(self, path)
+
+    monkeypatch.setattr(LocalStore, "delete", fail)
     with pytest.raises(
         RankFailedError, match=r"Rank 0 .* raised ParamError: User code called sys\.exit\(\) during the"
     ):
         estimator(store, num_proc=1, backend="local", callbacks=[Exits()], epochs=1).fit(df)
+    assert re.search(r"could not delete .*/payload-\w+, .*: the Store does not answer", caplog.text)
 
 
 @pytest.mark.soak

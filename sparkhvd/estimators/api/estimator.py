@@ -507,8 +507,8 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         try:
             result = self._run_job(spark, run, job, direct_rows)
         finally:
-            if run.store is not None and job.payload.file is not None:
-                run.store.delete(path)
+            if run.store is not None:
+                job_files.delete_payload(run.store, job.payload)
         if run.lease is not None:
             run.lease.check()
         return result

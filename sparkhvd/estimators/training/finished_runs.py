@@ -21,17 +21,20 @@ logger = logging.getLogger(__name__)
 
 
 def save(store: Store, run_id: str, epochs: int, result: TrainResult) -> None:
-    """Save the result of a fit of ``epochs`` epochs, and the path of its last checkpoint."""
+    """Save the result of a fit of ``epochs`` epochs, and the path of its last checkpoint; log a failure."""
     content = {
         "epochs": epochs,
-        "checkpoint": checkpoint.latest(store, run_id),
         "files": {file.path: file.sha256 for file in result.files},
         "schema": [asdict(column) for column in result.schema.columns],
         "shapes": [list(shape) for shape in result.shapes],
         "history": [record.to_json() for record in result.history],
     }
-    with store.open(layout.result_path(run_id), "wb") as file:
-        file.write(json.dumps(content).encode())
+    try:
+        content["checkpoint"] = checkpoint.latest(store, run_id)
+        with store.open(layout.result_path(run_id), "wb") as file:
+            file.write(json.dumps(content).encode())
+    except StoreError as error:  # the model is trained and stored
+        logger.warning("The result of run %s cannot be saved, so a later fit needs ranks again: %s", run_id, str(error))
 
 
 def find(store: Store, run_id: str, epochs: int) -> TrainResult | None:

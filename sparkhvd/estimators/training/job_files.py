@@ -7,6 +7,7 @@ job. Write access to the Store is therefore not enough to make a rank or an exec
 from __future__ import annotations
 
 import hashlib
+import logging
 import tempfile
 import uuid
 from collections.abc import Iterator
@@ -22,6 +23,8 @@ from sparkhvd.store.protocol import Store
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+
+logger = logging.getLogger(__name__)
 
 # Less than the limit of a whole job (PAYLOAD_CAP_BYTES, 100 MiB), to leave room for the rest of the job.
 INLINE_BYTES = 64 * 1024 * 1024
@@ -178,6 +181,17 @@ def to_payload(store: Store | None, path: str, content: bytes) -> Payload:
     if store is None:
         return Payload(content)
     return Payload(content) if len(content) <= INLINE_BYTES else Payload(file=write(store, path, content))
+
+
+def delete_payload(store: Store, payload: Payload) -> None:
+    """Delete the file of a payload, if it has one; a failure is logged, because it must not fail the job."""
+    if payload.file is not None:
+        try:
+            store.delete(payload.file.path)
+        except StoreError as error:
+            logger.warning(
+                "This fit could not delete %s/%s, which only its ranks needed: %s", store.url, payload.file.path, error
+            )
 
 
 def read_folder(source: Path) -> tuple[tuple[StoredFile, ...], InMemoryFiles]:

@@ -14,7 +14,9 @@ from sparkhvd.estimators.keras.plugin import PLUGIN as KERAS
 from sparkhvd.estimators.params.policies import EarlyStopping
 from sparkhvd.estimators.torch.callbacks import TorchCallback
 from sparkhvd.estimators.torch.plugin import PLUGIN as TORCH
+from sparkhvd.estimators.training import finished_runs
 from sparkhvd.estimators.training.hooks import RunHooks
+from sparkhvd.estimators.training.worker import TrainResult
 from sparkhvd.store import Store, layout
 from tests.unit.estimators.arrays import spec
 from tests.unit.estimators.keras.networks import DATA, parameters, source
@@ -145,3 +147,10 @@ def test_a_csv_logger_of_keras_keeps_the_rows_of_earlier_epochs_when_a_run_resum
         header, *rows = file.read_text().splitlines()
         assert header.startswith("epoch,")
         assert [row.split(",")[0] for row in rows] == list("01")[:epochs]
+
+
+def test_a_result_that_cannot_be_saved_does_not_fail_the_fit(tmp_path, caplog):
+    store = Store.create(str(tmp_path))
+    store.publish(layout.run_folder("run"), b"a file in place of the folder")
+    finished_runs.save(store, "run", 1, TrainResult((), (), None, DATA, []))
+    assert "The result of run run cannot be saved, so a later fit needs ranks again: Cannot " in caplog.text
