@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from pathlib import Path
+
+_PROCESSES = Path("/proc")
 
 
 def machine_id() -> str:
@@ -21,7 +24,35 @@ def machine_id() -> str:
 def process_start(pid: int) -> str:
     """Return the start time of a process in clock ticks since boot; empty when it has ended."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        state, start = _state_and_start(pid)
     except OSError:
         return ""
-    return "" if fields[0] == "Z" else fields[19]
+    return "" if state == "Z" else start
+
+
+def is_running(pid: int, start: str) -> bool:
+    """Return whether the process that began at ``start``, as ``process_start`` returned it, still runs.
+
+    If ``/proc`` hides processes of other users (``hidepid``), any such process with this id counts.
+    """
+    try:
+        state, found = _state_and_start(pid)
+    except OSError:
+        return _belongs_to_another_user(pid)
+    return state != "Z" and found == start
+
+
+def _state_and_start(pid: int) -> tuple[str, str]:
+    fields = (_PROCESSES / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    return fields[0], fields[19]
+
+
+def _belongs_to_another_user(pid: int) -> bool:
+    """Return whether a process exists that this user may not signal."""
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except (OSError, OverflowError):
+        return False
+    return False

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sparkhvd._util.process_identity import machine_id, process_start
+from sparkhvd._util.process_identity import is_running, machine_id, process_start
 from sparkhvd.compat.spark import is_connect, session_settings, text_of_plan
 from sparkhvd.data.spark.job import run_job
 
@@ -167,7 +167,7 @@ def living_caches(spark: SparkSession) -> Callable[[str], bool]:
         process = _PROCESS.fullmatch(owner)
         if process is None or process["machine"] != machine:
             return True
-        return process_start(int(process["pid"])) == process["start"]
+        return is_running(int(process["pid"]), process["start"])
 
     return may_live
 

@@ -30,7 +30,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from typing import Protocol
 
-from sparkhvd._util.process_identity import machine_id, process_start
+from sparkhvd._util.process_identity import is_running, machine_id, process_start
 from sparkhvd.errors import SparkHvdError, StoreError
 from sparkhvd.store import layout
 from sparkhvd.store.protocol import Store
@@ -69,7 +69,7 @@ class Record:
     def holds(self, now: float) -> bool:
         """Return whether the owner may still be using the dataset."""
         if self.machine == machine_id():
-            return process_start(self.pid) == self.started
+            return is_running(self.pid, self.started)
         return now - self.taken < BELIEVED_SECONDS
 
 

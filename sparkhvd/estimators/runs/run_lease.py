@@ -30,7 +30,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import TypeVar
 
-from sparkhvd._util.process_identity import machine_id, process_start
+from sparkhvd._util.process_identity import is_running, machine_id, process_start
 from sparkhvd.data.reuse.leases import Hold, release_and_log
 from sparkhvd.errors import ParamError, StoreError
 from sparkhvd.store import layout
@@ -243,7 +243,7 @@ def _is_alive(store: Store, run_id: str, holder: Holder, silent_seconds: float) 
     if (holder.machine, holder.pid, holder.started) == _own_process():
         return holder.name in _active_fits
     if holder.machine == machine_id():
-        return process_start(holder.pid) == holder.started
+        return is_running(holder.pid, holder.started)
     logger.info(
         "Run %s was held by %s; waiting up to %g s for a sign that this fit is alive", run_id, holder, silent_seconds
     )
