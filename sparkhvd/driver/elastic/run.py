@@ -105,7 +105,7 @@ def run_elastic(  # noqa: PLR0917 - the order of the arguments is Horovod's
     *,
     spark: SparkSession | None = None,
     launcher: str = "auto",
-    discovery: str | Callable[[], Mapping[str, int]] | None = None,
+    discovery: str | DiscoveryScript | Callable[[], Mapping[str, int]] | None = None,
     hosts: str | None = None,
     ssh_port: int | None = None,
     ssh_identity_file: str | None = None,
@@ -233,9 +233,9 @@ def run_elastic(  # noqa: PLR0917 - the order of the arguments is Horovod's
     return run_elastic_with(elastic, options, fn, args, kwargs, session)
 
 
-def _discovery(source: str | Callable[[], Mapping[str, int]] | None) -> Discovery | None:
-    if source is None:
-        return None
+def _discovery(source: str | DiscoveryScript | Callable[[], Mapping[str, int]] | None) -> Discovery | None:
+    if source is None or isinstance(source, DiscoveryScript):
+        return source
     return DiscoveryScript(source) if isinstance(source, str) else DiscoveryFunction(source)
 
 

@@ -64,7 +64,7 @@ def use_other_features() -> dict[str, object]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.5)
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
     before = model.weight.item()
-    hvd.broadcast_optimizer_state(optimizer, 0)
+    hvd.broadcast_optimizer_state(optimizer, 0, model)
     created = [len(optimizer.state), model.weight.grad.item(), model.weight.item() == before]
 
     optimizer.zero_grad()
@@ -207,7 +207,18 @@ def lose_a_rank(folder: str) -> list[int]:
 
 if __name__ == "__main__":
     with TemporaryDirectory() as folder:
-        elastic = horovod.run(lose_a_rank, (folder,), min_num_proc=2, hosts="localhost:2", cooldown_range=(0.1, 1.0))
+        script = Path(folder, "hosts")
+        script.write_text("#!/bin/sh\necho localhost\n")
+        script.chmod(0o700)
+        elastic = horovod.run(
+            lose_a_rank,
+            (folder,),
+            min_num_proc=2,
+            slots=2,
+            host_discovery_script=str(script),
+            network_interfaces=["lo"],
+            cooldown_range=(0.1, 1.0),
+        )
     print_results(
         {
             "version": horovod.__version__,

@@ -115,7 +115,8 @@ def test_ranks_on_ray_are_those_of_sparkhvd(horovod):
 @pytest.mark.parametrize(
     ("arguments", "kind", "message"),
     [
-        ({"slots": 2}, NotImplementedError, "horovodrun --host-discovery-script"),
+        ({"slots": 2}, ValueError, "Set host_discovery_script, too"),
+        ({"hosts": "a:1", "host_discovery_script": "true"}, ValueError, "hosts and host_discovery_script are both set"),
         ({"reset_limit": 2}, ValueError, "Set min_num_proc or max_num_proc"),
         ({"min_num_proc": 3, "hosts": "localhost:2"}, SlotsError, "more than the 2 slots"),
         ({"use_gloo": True, "use_mpi": True}, ValueError, "use_gloo and use_mpi are both set"),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import sparkhvd
+from sparkhvd.driver.elastic.discovery import DiscoveryScript
 from sparkhvd.driver.hosts import parse_hostfile, parse_hosts, take_slots
 
 __all__ = ["run"]
@@ -29,6 +30,7 @@ def run(  # noqa: PLR0917  the arguments are Horovod's
     cooldown_range: Any = None,
     hosts: str | None = None,
     hostfile: str | None = None,
+    host_discovery_script: str | None = None,
     start_timeout: float | None = None,
     ssh_port: int | None = None,
     ssh_identity_file: str | None = None,
@@ -39,29 +41,28 @@ def run(  # noqa: PLR0917  the arguments are Horovod's
     use_mpi: bool | None = None,
     mpi_args: str | None = None,
     network_interface: str | None = None,
+    network_interfaces: Sequence[str] | None = None,
     executable: str | None = None,
     np: int | None = None,
     min_np: int | None = None,
     max_np: int | None = None,
-    network_interfaces: Sequence[str] | None = None,
 ) -> list[Any]:
     """Run ``func`` in ``num_proc`` processes and return its results, ordered by rank.
 
-    ``sparkhvd.run`` runs the function. With ``min_num_proc`` or ``max_num_proc``, ``sparkhvd.run_elastic`` runs it on
-    the slots of the hosts. ``disable_cache`` has no effect: there is no cache of checks.
+    ``sparkhvd.run`` runs the function. With ``min_num_proc``, ``max_num_proc`` or ``host_discovery_script``,
+    ``sparkhvd.run_elastic`` runs it on the slots of the hosts. ``disable_cache`` has no effect: there is no cache of
+    checks.
 
     Raises:
         ValueError: arguments contradict each other.
-        NotImplementedError: the arguments request mpirun, or hosts that a script prints.
+        NotImplementedError: the arguments request mpirun.
     """
-    if slots is not None:
-        raise NotImplementedError(
-            "slots is for hosts that a script prints, which horovod.run cannot take. Pass hosts='host1:2,host2:2', or "
-            "run `horovodrun --host-discovery-script`."
-        )
+    if slots is not None and host_discovery_script is None:
+        raise ValueError("slots is for hosts that a script prints. Set host_discovery_script, too.")
+    discovery = None if host_discovery_script is None else DiscoveryScript(host_discovery_script, slots or 1)
     min_ranks = min_np if min_num_proc is None else min_num_proc
     max_ranks = max_np if max_num_proc is None else max_num_proc
-    is_elastic = min_ranks is not None or max_ranks is not None
+    is_elastic = discovery is not None or min_ranks is not None or max_ranks is not None
     if not is_elastic and (reset_limit is not None or cooldown_range is not None):
         raise ValueError("reset_limit and cooldown_range are for elastic jobs. Set min_num_proc or max_num_proc, too.")
     if use_gloo and use_mpi:
@@ -70,32 +71,33 @@ def run(  # noqa: PLR0917  the arguments are Horovod's
         raise NotImplementedError(
             "horovod.run does not start mpirun here. Leave out use_mpi and mpi_args, or run `horovodrun --mpi`."
         )
-    if hosts is not None and hostfile is not None:
-        raise ValueError("hosts and hostfile are both set. Pass one of them.")
+    sources = {"hosts": hosts, "hostfile": hostfile, "host_discovery_script": host_discovery_script}
+    if len(names := [name for name, value in sources.items() if value is not None]) > 1:
+        raise ValueError(f"{' and '.join(names)} are both set. Pass one of them.")
     if np is not None:
         warnings.warn("np is deprecated; pass num_proc.", DeprecationWarning, stacklevel=2)
         num_proc = np if num_proc == 1 else num_proc
     all_hosts = parse_hostfile(Path(hostfile).read_text()) if hostfile else parse_hosts(hosts) if hosts else ()
-    remote = [host for host in all_hosts if host.name not in _THIS_HOST]
+    on_hosts = discovery is not None or any(host.name not in _THIS_HOST for host in all_hosts)
     num_proc = max(num_proc, min_ranks or 1)
     if all_hosts:
         take_slots(all_hosts, num_proc)  # refuses more ranks than slots
-    if is_elastic and all_hosts and not remote:
+    if is_elastic and all_hosts and not on_hosts:
         max_ranks = min(max_ranks or sys.maxsize, sum(host.slots for host in all_hosts))
     nics = network_interface.split(",") if network_interface else network_interfaces
     launch_options: dict[str, Any] = {
         "verbose": 2 if verbose else 1,
-        "nics": nics if remote else None,
+        "nics": nics if on_hosts else None,
         "executable": executable,
-        "launcher": "ssh" if remote else "local",
-        "hosts": ",".join(host.text for host in all_hosts) if remote else None,
-        "ssh_port": ssh_port if remote else None,
-        "ssh_identity_file": ssh_identity_file if remote else None,
+        "launcher": "ssh" if on_hosts else "local",
+        "hosts": ",".join(host.text for host in all_hosts) if on_hosts and all_hosts else None,
+        "ssh_port": ssh_port if on_hosts else None,
+        "ssh_identity_file": ssh_identity_file if on_hosts else None,
         "output_filename": output_filename,
     }
     if not is_elastic:
         return sparkhvd.run(func, args, kwargs, num_proc, start_timeout, **launch_options)
-    elastic_options = {"reset_limit": reset_limit, "cooldown_range": cooldown_range}
+    elastic_options = {"reset_limit": reset_limit, "cooldown_range": cooldown_range, "discovery": discovery}
     return sparkhvd.run_elastic(
         func, args, kwargs, num_proc, min_ranks, max_ranks, start_timeout, **elastic_options, **launch_options
     )

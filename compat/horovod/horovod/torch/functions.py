@@ -17,8 +17,8 @@ __all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", 
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer,
     root_rank: int = 0,
+    model: torch.nn.Module | None = None,  # noqa: ARG001  sparkhvd needs no model to create a state
     process_set: ProcessSet | None = None,
-    model: Any = None,  # noqa: ARG001  of versions after 0.28.1
 ) -> None:
     """Overwrite the state and the options of an optimizer with the values of ``root_rank``.
 
