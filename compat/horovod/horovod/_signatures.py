@@ -4,16 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
+from inspect import Parameter, Signature, signature
 from typing import Any
 
-# sparkhvd uses the device that holds the tensor, chooses which gradients to fuse, and does not support TensorFlow 1.
+# sparkhvd uses the device that holds the tensor, chooses which gradients to fuse, assigns broadcast variables in place,
+# and does not support TensorFlow 1 and Keras 2.
 _IGNORED = frozenset(
-    {"device_dense", "device_sparse", "groups", "ignore_name_scope", "num_groups", "session", "use_locking"}
+    {
+        "device_dense",
+        "device_sparse",
+        "groups",
+        "ignore_name_scope",
+        "inplace",
+        "legacy_opts",
+        "num_groups",
+        "session",
+        "use_locking",
+    }
 )
 
 
 def with_parameters(names: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``function`` with Horovod's parameters; parameters without an effect in sparkhvd are ignored.
+
+    Parameters of ``function`` that Horovod does not have can be passed by keyword.
 
     Args:
         names: Horovod's parameters, in Horovod's order, separated by spaces.
@@ -31,4 +45,9 @@ def with_parameters(names: str, function: Callable[..., Any]) -> Callable[..., A
         arguments = by_name | kwargs
         return function(**{name: value for name, value in arguments.items() if name not in _IGNORED})
 
+    own = signature(function).parameters
+    parameters = [own.get(name, Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=None)) for name in order]
+    call.__signature__ = Signature(  # type: ignore[attr-defined]  # programs inspect it
+        [parameter.replace(kind=Parameter.POSITIONAL_OR_KEYWORD) for parameter in parameters]
+    )
     return call

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from importlib import import_module
+from inspect import Parameter, signature
 from pathlib import Path
 
 import keras
@@ -191,6 +192,131 @@ def test_the_helpers_for_tensorflow_work_in_graphs(horovod):
     found = []
     tf.function(lambda: found.append((hvd._executing_eagerly(), cached(1))), autograph=False)()
     assert [found, cached(1), cached(1), calls] == [[(False, 1)], 1, 1, [1, 1]]
+
+
+_REDUCED = "prescale_factor postscale_factor process_set"
+_TF_REDUCED = "average device_dense device_sparse compression op prescale_factor postscale_factor"
+_TF_DEVICES = "device_dense device_sparse compression sparse_as_dense"
+_KERAS_OPTIMIZER = f"optimizer name {_TF_DEVICES} gradient_predivide_factor op"
+_SCHEDULE = "momentum_correction steps_per_epoch"
+# The parameters of Horovod 0.28.1 that programs can pass by position.
+_PARAMETERS = {
+    "runner.run": "func args kwargs num_proc min_num_proc max_num_proc slots reset_limit cooldown_range hosts hostfile "
+    "host_discovery_script start_timeout ssh_port ssh_identity_file disable_cache output_filename verbose use_gloo "
+    "use_mpi mpi_args network_interface network_interfaces executable np min_np max_np",
+    "spark.run": "fn args kwargs num_proc start_timeout use_mpi use_gloo extra_mpi_args env stdout stderr verbose nics "
+    "prefix_output_with_timestamp executable",
+    "spark.run_elastic": "fn args kwargs num_proc min_num_proc max_num_proc start_timeout elastic_timeout reset_limit "
+    "env stdout stderr verbose nics prefix_output_with_timestamp",
+    "spark.common.util.prepare_data": "num_processes store df label_columns feature_columns validation "
+    "sample_weight_col compress_sparse partitions_per_process verbose",
+    "spark.common.backend.SparkBackend": "num_proc env",
+    "spark.common.store.HDFSStore": "prefix_path host port user kerb_ticket driver extra_conf",
+    "ray.RayExecutor": "settings num_workers num_hosts num_workers_per_host cpus_per_worker use_gpu gpus_per_worker "
+    "use_current_placement_group",
+    "torch.init": "comm process_sets",
+    "torch.start_timeline": "file_path mark_cycles",
+    "torch.DistributedOptimizer": "optimizer named_parameters compression backward_passes_per_step op "
+    "gradient_predivide_factor num_groups groups sparse_as_dense process_set",
+    "torch.SyncBatchNorm": "num_features eps momentum affine track_running_stats",
+    "torch.allreduce": f"tensor average name compression op {_REDUCED}",
+    "torch.allreduce_": f"tensor average name op {_REDUCED}",
+    "torch.allreduce_async": f"tensor average name op {_REDUCED}",
+    "torch.allreduce_async_": f"tensor average name op {_REDUCED}",
+    "torch.grouped_allreduce": f"tensors average name compression op {_REDUCED}",
+    "torch.grouped_allreduce_": f"tensors average name op {_REDUCED}",
+    "torch.grouped_allreduce_async": f"tensors average name op {_REDUCED}",
+    "torch.grouped_allreduce_async_": f"tensors average name op {_REDUCED}",
+    "torch.sparse_allreduce_async": "tensor name op process_set",
+    "torch.allgather": "tensor name process_set",
+    "torch.grouped_allgather": "tensors name process_set",
+    "torch.broadcast": "tensor root_rank name process_set",
+    "torch.alltoall": "tensor splits name process_set",
+    "torch.reducescatter": "tensor name compression op process_set prescale_factor postscale_factor",
+    "torch.reducescatter_async": "tensor name op process_set prescale_factor postscale_factor",
+    "torch.grouped_reducescatter": "tensors name compression op process_set prescale_factor postscale_factor",
+    "torch.broadcast_parameters": "params root_rank",
+    "torch.broadcast_optimizer_state": "optimizer root_rank model",
+    "torch.broadcast_object": "obj root_rank name process_set",
+    "torch.elastic.TorchState": "model optimizer",
+    "torch.elastic.ElasticSampler": "dataset shuffle seed",
+    "tensorflow.DistributedGradientTape": f"gradtape {_TF_DEVICES} op gradient_predivide_factor num_groups groups "
+    "process_set scale_local_gradients",
+    "tensorflow.PartialDistributedGradientTape": f"gradtape {_TF_DEVICES} op gradient_predivide_factor num_groups "
+    "groups process_set local_layers scale_local_gradients",
+    "tensorflow.allreduce": f"tensor {_TF_REDUCED} name process_set ignore_name_scope",
+    "tensorflow.grouped_allreduce": f"tensors {_TF_REDUCED} process_set ignore_name_scope name",
+    "tensorflow.reducescatter": "tensor device_dense compression op name process_set ignore_name_scope prescale_factor "
+    "postscale_factor",
+    "tensorflow.allgather": "tensor name ignore_name_scope process_set",
+    "tensorflow.broadcast": "tensor root_rank name ignore_name_scope process_set",
+    "tensorflow.alltoall": "tensor splits name ignore_name_scope process_set",
+    "tensorflow.broadcast_variables": "variables root_rank process_set inplace",
+    "tensorflow.broadcast_object": "obj root_rank session name process_set",
+    "tensorflow.broadcast_object_fn": "root_rank session name process_set",
+    "tensorflow.allgather_object": "obj session name process_set",
+    "tensorflow.elastic.TensorFlowKerasState": "model optimizer",
+    "keras.DistributedOptimizer": f"{_KERAS_OPTIMIZER} num_groups groups",
+    "keras.PartialDistributedOptimizer": f"{_KERAS_OPTIMIZER} groups process_set local_layers scale_local_gradients",
+    "keras.allreduce": "value name average prescale_factor postscale_factor op compression",
+    "keras.load_model": "filepath custom_optimizers custom_objects compression legacy_opts",
+    "keras.callbacks.BroadcastGlobalVariablesCallback": "root_rank device local_variables",
+    "keras.callbacks.LearningRateScheduleCallback": "initial_lr multiplier start_epoch end_epoch staircase "
+    f"{_SCHEDULE}",
+    "keras.callbacks.LearningRateWarmupCallback": f"initial_lr warmup_epochs {_SCHEDULE} verbose",
+    "keras.callbacks.BestModelCheckpoint": "monitor verbose mode save_freq",
+    "tensorflow.keras.callbacks.BestModelCheckpoint": "monitor verbose save_weights_only mode save_freq",
+    "tensorflow.keras.DistributedOptimizer": f"{_KERAS_OPTIMIZER} backward_passes_per_step "
+    "average_aggregated_gradients num_groups groups process_set scale_local_gradients",
+}
+
+
+def test_functions_take_their_arguments_in_horovods_order(horovod):
+    pytest.importorskip("ray")
+    found = {}
+    for path, names in _PARAMETERS.items():
+        module, _, name = path.rpartition(".")
+        parameters = signature(getattr(import_module(f"horovod.{module}"), name)).parameters.values()
+        by_position = [item.name for item in parameters if item.kind is Parameter.POSITIONAL_OR_KEYWORD]
+        found[path] = " ".join(by_position[: len(names.split())])
+    assert found == _PARAMETERS
+
+
+def test_functions_accept_arguments_that_have_no_effect_here(horovod, tmp_path):
+    import horovod.tensorflow as hvd  # noqa: PLC0415
+    from horovod.tensorflow import keras as hvd_keras  # noqa: PLC0415
+
+    model = compiled_network(0.4)
+    model.save(tmp_path / "model.keras")
+    hvd.init()
+    try:
+        hvd.broadcast_variables(model.variables, 0, inplace=True)
+        loaded = hvd_keras.load_model(str(tmp_path / "model.keras"), legacy_opts=True)
+    finally:
+        hvd.shutdown()
+    assert float(loaded.optimizer.learning_rate) == pytest.approx(0.4)
+    assert hvd_keras.callbacks.BestModelCheckpoint("loss", 0, True, "min").monitor == "loss"
+
+
+def test_programs_can_derive_from_the_compressors(horovod):
+    torch = pytest.importorskip("torch")
+    from horovod.tensorflow.compression import FP16Compressor as TensorFlowCompressor  # noqa: PLC0415
+    from horovod.torch.compression import FP16Compressor  # noqa: PLC0415
+
+    class Halved(FP16Compressor):
+        pass
+
+    sent, context = Halved.compress(torch.ones(1))
+    assert (sent.dtype, Halved.decompress(sent, context).dtype) == (torch.float16, torch.float32)
+    assert TensorFlowCompressor.dtype.name == "float16"
+
+
+def test_elastic_jobs_on_ray_are_refused(horovod):
+    pytest.importorskip("ray")
+    from horovod.ray import ElasticRayExecutor  # noqa: PLC0415
+
+    with pytest.raises(NotImplementedError, match="Use RayExecutor"):
+        ElasticRayExecutor.create_settings(verbose=True)
 
 
 def compiled_network(lr):

@@ -11,7 +11,6 @@ from sparkhvd.comm import interface
 from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.comm.interface import *  # noqa: F403  its __all__ lists the names
 from sparkhvd.compat.horovod import missing
-from sparkhvd.keras import load_model
 
 __all__ = [
     "Compression",
@@ -31,16 +30,15 @@ __all__ += interface.__all__
 Compression: Any = _hvd.Compression
 
 _OPTIMIZER_PARAMETERS = (
-    "optimizer name device_dense device_sparse compression sparse_as_dense gradient_predivide_factor op "
-    "backward_passes_per_step average_aggregated_gradients num_groups groups process_set"
+    "optimizer name device_dense device_sparse compression sparse_as_dense gradient_predivide_factor op"
 )
 
 
-DistributedOptimizer = with_parameters(f"{_OPTIMIZER_PARAMETERS} scale_local_gradients", _hvd.DistributedOptimizer)
+DistributedOptimizer = with_parameters(f"{_OPTIMIZER_PARAMETERS} num_groups groups", _hvd.DistributedOptimizer)
 PartialDistributedOptimizer = with_parameters(
-    f"{_OPTIMIZER_PARAMETERS} local_layers scale_local_gradients".replace("num_groups ", ""),
-    _hvd.PartialDistributedOptimizer,
+    f"{_OPTIMIZER_PARAMETERS} groups process_set local_layers scale_local_gradients", _hvd.PartialDistributedOptimizer
 )
+load_model = with_parameters("filepath custom_optimizers custom_objects compression legacy_opts", _hvd.load_model)
 
 
 def _allreduce(value: Any, **options: Any) -> Any:

@@ -37,13 +37,13 @@ __all__ += mpi_ops.__all__
 
 _TAPE_PARAMETERS = (
     "gradtape device_dense device_sparse compression sparse_as_dense op gradient_predivide_factor num_groups groups "
-    "process_set scale_local_gradients"
+    "process_set"
 )
 
 
-DistributedGradientTape = with_parameters(_TAPE_PARAMETERS, _hvd.DistributedGradientTape)
+DistributedGradientTape = with_parameters(f"{_TAPE_PARAMETERS} scale_local_gradients", _hvd.DistributedGradientTape)
 PartialDistributedGradientTape = with_parameters(
-    f"{_TAPE_PARAMETERS} local_layers".replace("num_groups ", ""), _hvd.PartialDistributedGradientTape
+    f"{_TAPE_PARAMETERS} local_layers scale_local_gradients", _hvd.PartialDistributedGradientTape
 )
 
 

@@ -12,7 +12,7 @@ __all__ = ["allgather_object", "broadcast_object", "broadcast_object_fn", "broad
 
 allgather_object = with_parameters("obj session name process_set", _hvd.allgather_object)
 broadcast_object = with_parameters("obj root_rank session name process_set", _hvd.broadcast_object)
-broadcast_variables = _hvd.broadcast_variables
+broadcast_variables = with_parameters("variables root_rank process_set inplace", _hvd.broadcast_variables)
 
 
 def broadcast_object_fn(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import wraps
 from typing import Any
 
 import tensorflow as tf
@@ -34,16 +35,20 @@ __all__ = [
     "size_op",
 ]
 __all__ += interface.__all__
+__all__.remove("allgather_object")  # those of horovod.tensorflow.functions take a session
+__all__.remove("broadcast_object")
 
 _REDUCTION_PARAMETERS = "average device_dense device_sparse compression op prescale_factor postscale_factor"
 _SCALE_PARAMETERS = "prescale_factor postscale_factor"
 
 
+@wraps(_hvd.allreduce)
 def _allreduce(tensor: Any, **options: Any) -> Any:
     _reject_scaled_slices([tensor], **options)
     return _hvd.allreduce(tensor, **options)
 
 
+@wraps(_hvd.grouped_allreduce)
 def _grouped_allreduce(tensors: Sequence[Any], **options: Any) -> Any:
     _reject_scaled_slices(tensors, **options)
     return _hvd.grouped_allreduce(tensors, **options)
@@ -60,6 +65,7 @@ def _reject_scaled_slices(
     )
 
 
+@wraps(_hvd.alltoall)
 def _alltoall(tensor: Any, **options: Any) -> Any:
     result = _hvd.alltoall(tensor, **options)
     if not isinstance(result, tuple):
