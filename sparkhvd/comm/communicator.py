@@ -255,20 +255,25 @@ class Communicator:
     def find_process_sets(self, process_sets: Sequence[ProcessSet]) -> None:
         """Register objects for process sets that already exist, without other ranks.
 
+        An MPI communicator asks its members for their ranks.
+
         Raises:
             ConfigError: there is no set of the same ranks.
         """
         with self._sets_lock:
             numbers = {ranks: number for number, ranks in self._sets.items() if number != 0}
-            missing = [process_set for process_set in process_sets if process_set.process_set_id is None]
-            unknown = [process_set for process_set in missing if process_set.given_ranks not in numbers]
+            missing = [
+                (process_set, process_set.proposal(self._world.rank).ranks)
+                for process_set in process_sets
+                if process_set.process_set_id is None
+            ]
+            unknown = [process_set for process_set, ranks in missing if ranks not in numbers]
             if unknown:
                 raise ConfigError(
                     f"A second init() cannot register new process sets, here {', '.join(map(str, unknown))}. Call "
                     "hvd.add_process_set() on all ranks, or hvd.shutdown() before hvd.init()."
                 )
-            for process_set in missing:
-                ranks = tuple(process_set.ranks)
+            for process_set, ranks in missing:
                 process_set.register(RegisteredSet(numbers[ranks], ranks, self._world.rank))
                 self._registered.append(process_set)
 

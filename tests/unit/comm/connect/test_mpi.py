@@ -141,14 +141,17 @@ def test_parts_of_mpis_world_become_separate_jobs(tmp_path):
 def test_process_sets_are_made_from_communicators_of_mpi(tmp_path):
     script = """
         from sparkhvd.comm.process_sets import ProcessSet
-        halves = ProcessSet(world.Split(world.rank % 2))
+        communicator = world.Split(world.rank % 2)
+        halves = ProcessSet(communicator)
         session.init(process_sets=[halves])
+        again = ProcessSet(communicator)
+        session.init(process_sets=[again])
         own = session.current().allreduce(np.array([world.rank + 1.0]), ReduceOp.SUM, process_set=halves).item()
-        report([halves.ranks, halves.rank(), own, total(world.rank)])
+        report([again.ranks, halves.rank(), own, total(world.rank), again.process_set_id == halves.process_set_id])
         session.shutdown()
     """
     found = run_by_mpi(tmp_path, 3, script)
-    assert found == [[[0, 2], 0, 4.0, 3.0], [[1], 0, 2.0, 3.0], [[0, 2], 1, 4.0, 3.0]]
+    assert found == [[[0, 2], 0, 4.0, 3.0, True], [[1], 0, 2.0, 3.0, True], [[0, 2], 1, 4.0, 3.0, True]]
 
 
 @needs_mpirun
