@@ -55,7 +55,8 @@ class TorchState(ObjectState):
         model: the model; None if there is none.
         optimizer: the optimizer, usually a ``DistributedOptimizer``; None if there is none.
         **kwargs: further models and optimizers, ``ElasticSampler``, other objects with ``state_dict`` and
-            ``load_state_dict`` (such as learning rate schedulers), and plain values. All become attributes.
+            ``load_state_dict`` (such as learning rate schedulers), and plain values. All become attributes, which can
+            be set to other objects on all ranks.
 
     Examples:
         >>> state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0)
@@ -71,9 +72,22 @@ class TorchState(ObjectState):
             part = _part_of(value)
             if part is not None:
                 self._require_free(name)
-                self._parts[name] = part
                 setattr(self, name, value)
+                self._parts[name] = part
         super().__init__(**{name: value for name, value in everything.items() if name not in self._parts})
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute. A model, an optimizer or another part can be replaced; it is saved at once."""
+        if name in vars(self).get("_parts", ()) and value is not getattr(self, name):
+            part = _part_of(value)
+            if part is None:
+                raise ConfigError(
+                    f"The state's {name!r} cannot be replaced by {value!r}, which has no state_dict. Set an object of "
+                    f"the same kind, as in state.{name} = {type(getattr(self, name)).__name__}(...)."
+                )
+            part.save()
+            self._parts[name] = part
+        super().__setattr__(name, value)
 
     def save(self) -> None:
         """Keep a copy of all parts in memory."""

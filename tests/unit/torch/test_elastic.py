@@ -59,6 +59,23 @@ def test_sync_saves_the_live_values():
     assert state.epoch == 4
 
 
+def test_a_part_that_replaces_another_is_saved_and_restored_in_its_place():
+    model, other = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    state = hvd.elastic.TorchState(model, sampler=hvd.elastic.ElasticSampler(range(10)))
+    state.model, state.sampler = other, hvd.elastic.ElasticSampler(range(20))
+    weight, first_weight = other.weight.item(), model.weight.item()
+    with torch.no_grad():
+        model.weight.fill_(7.0)
+        other.weight.fill_(7.0)
+    state.sampler.record_batch(0, 2)
+    state.restore()
+    assert (other.weight.item(), state.sampler.processed_num) == (weight, 0)
+    assert model.weight.item() == 7.0 != first_weight, "no longer part of the state"
+    with pytest.raises(ConfigError, match=r"'model' cannot be replaced by None.*state.model = Linear\("):
+        state.model = None
+    assert state.model is other
+
+
 class ExtraState(torch.nn.Linear):
     """A module with a state that is not a tensor."""
 
