@@ -366,7 +366,7 @@ def test_the_history_of_a_keras_model_equals_that_of_keras(horovod, monkeypatch)
 @pytest.mark.parametrize(
     ("module", "names"),
     [
-        ("torch", "run TorchState ElasticSampler ObjectState State"),
+        ("torch", "run TorchState ObjectState State"),
         ("tensorflow", "run TensorFlowState TensorFlowKerasState"),
         ("keras", "run KerasState CommitStateCallback UpdateBatchStateCallback UpdateEpochStateCallback"),
         ("tensorflow.keras", "run KerasState CommitStateCallback UpdateBatchStateCallback UpdateEpochStateCallback"),
@@ -377,6 +377,27 @@ def test_elastic_names_are_those_of_sparkhvd(horovod, module, names):
     assert elastic.__all__ == import_module(f"horovod.{module}.elastic").__all__
     for name in names.split():
         assert getattr(elastic, name).__module__.startswith("sparkhvd.")
+
+
+def test_the_elastic_sampler_counts_its_batches_as_horovod(horovod):
+    from horovod.torch import elastic  # noqa: PLC0415
+
+    sampler = elastic.ElasticSampler(range(100), shuffle=False)
+    for global_step in (40, 41):
+        sampler.record_batch(global_step, 8)
+    sampler.reset()
+    sampler.record_batch(0, 8)
+    assert (sampler.processed_num, next(iter(sampler))) == (24, 16)
+
+
+def test_a_broadcast_leaves_out_variables_that_are_registered_later(horovod):
+    from horovod.tensorflow.keras.callbacks import BroadcastGlobalVariablesCallback  # noqa: PLC0415
+
+    model = compiled_network(0.4)
+    start = BroadcastGlobalVariablesCallback(0)
+    start.set_model(model)
+    start.register_local_var(model.layers[0].kernel)
+    assert [variable.path for variable in start._variables()][:1] == [model.layers[0].bias.path]
 
 
 def test_the_error_for_an_unknown_name_suggests_the_closest_name(horovod):

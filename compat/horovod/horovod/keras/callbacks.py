@@ -71,6 +71,10 @@ class BroadcastGlobalVariablesCallback(_ours.BroadcastGlobalVariablesCallback):
         super().__init__(root_rank)
         self._local_ids = {id(variable) for variable in local_variables or ()}
 
+    def register_local_var(self, var: Any) -> None:
+        """Let each rank keep its own value of a variable."""
+        self._local_ids.add(id(var))
+
     def _variables(self) -> list[Any]:
         return [variable for variable in super()._variables() if id(variable) not in self._local_ids]
 

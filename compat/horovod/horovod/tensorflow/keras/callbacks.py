@@ -8,7 +8,7 @@ from horovod.keras.callbacks import *  # noqa: F403  its __all__ lists the names
 __all__ = callbacks.__all__
 
 
-class BestModelCheckpoint(callbacks.BestModelCheckpoint):
+class BestModelCheckpoint(callbacks.BestModelCheckpoint):  # type: ignore[no-redef]  # replaces the imported one
     """See ``horovod.keras``. ``save_weights_only`` has no effect: the file is only for the estimator that writes it."""
 
     def __init__(
