@@ -94,6 +94,12 @@ class Feed:
         total, count = self.sums.get(stage, (0.0, 0))
         self.sums[stage] = (total + loss * rows, count + rows)
 
+    def add_missing(self, trainer: Trainer) -> None:
+        """Complete the values of an interrupted epoch at its end, see ``EpochValues.add_missing``; collective."""
+        for form in self.values.add_missing(trainer):
+            names = self.rank_zero_logged if form["rank_zero_only"] else self.logged
+            names["train"].add(form["name"])
+
 
 class EstimatorSteps:
     """Mixin for a Lightning strategy; precedes the strategy's class in the bases."""

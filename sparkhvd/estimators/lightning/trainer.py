@@ -334,6 +334,7 @@ class SharedValues:
         strategy.synchronize_copies()
 
     def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:  # noqa: ARG002
+        strategy_of(trainer).feed.add_missing(trainer)
         _ = trainer.callback_metrics
 
     def on_validation_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:  # noqa: ARG002

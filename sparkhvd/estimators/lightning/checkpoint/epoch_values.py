@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from sparkhvd.estimators.torch.losses.metric_states import (
     States,
@@ -22,6 +25,8 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
 logger = logging.getLogger(__name__)
+
+_NEUTRAL_ELEMENTS = {"max": -math.inf, "min": math.inf}  # of a reduction over the ranks, if it is not 0
 
 
 class EpochValues:
@@ -43,6 +48,10 @@ class EpochValues:
         self._size = size
         # The logged values that are not added yet, by Lightning's keys; Lightning knows a value from its first use.
         self._logged: dict[str, list[dict[str, Any]]] = {}
+        # How all ranks have logged the earlier values: arguments of Lightning's own ``log``, by the same keys.
+        self._forms: dict[str, dict[str, Any]] = {
+            key: form for state in self._earlier for key, form in state.get("forms", {}).items()
+        }
         own = self._earlier[rank::size]
         for state in own:
             for key, values in state["logged"].items():
@@ -62,13 +71,17 @@ class EpochValues:
         for part in modules:
             if hasattr(part, "compute_groups"):  # only one metric of a group in a MetricCollection is up to date
                 list(part.values(copy_state=False))
-        logged: dict[str, list[Any]] = {
-            key: [state_of_part(value)]
-            for key, value in _results(trainer).items()
-            if _accumulates(value) and not value.has_reset
+        results = {
+            key: value for key, value in _results(trainer).items() if _accumulates(value) and not value.has_reset
         }
-        logged.update(self._logged)
-        return to_bytes({"metrics": states_of(module), "logged": logged, "validation": validation})
+        return to_bytes(
+            {
+                "metrics": states_of(module),
+                "logged": {**{key: [state_of_part(value)] for key, value in results.items()}, **self._logged},
+                "forms": {**self._forms, **{key: _form_of(value.meta) for key, value in results.items()}},
+                "validation": validation,
+            }
+        )
 
     def restore_metrics(self, module: LightningModule) -> None:
         """Continue the torchmetrics of the module with their earlier states; one rank takes each state."""
@@ -99,6 +112,26 @@ class EpochValues:
                 if _accumulates(value):
                     _add(value, state)
 
+    def add_missing(self, trainer: Trainer) -> list[dict[str, Any]]:
+        """Add the earlier values that the rest of the epoch has not logged; call this at the end of the epoch.
+
+        Returns:
+            The forms of the added values. All ranks add the values of the ranks that log, because Lightning reduces
+            them over all ranks.
+        """
+        results, added = _results(trainer), []
+        for key, form in sorted(self._forms.items()):
+            states = self._logged.pop(key, [])
+            if key not in results and (states or not form["rank_zero_only"]):
+                neutral = torch.tensor(_NEUTRAL_ELEMENTS.get(form["reduce_fx"], 0.0))
+                value = neutral.to(trainer.strategy.root_device)
+                results.log(value=value, batch_size=0, sync_dist_fn=trainer.strategy.reduce, **form)
+                for state in states:
+                    _add(results[key], state)
+                added.append(form)
+        self._forms = {}
+        return added
+
 
 def within_step(hook: str) -> bool:
     """Return whether a Lightning hook belongs to one batch."""
@@ -113,6 +146,17 @@ def _accumulates(value: Any) -> bool:
     """Return whether Lightning accumulates a logged value over the batches of an epoch."""
     meta = value.meta
     return bool(value.is_tensor and meta.on_epoch and not meta.is_custom_reduction and within_step(meta.fx))
+
+
+def _form_of(meta: Any) -> dict[str, Any]:
+    """Return the arguments with which Lightning's collection of results has logged a value."""
+    names = ("fx", "name", "prog_bar", "logger", "on_step", "add_dataloader_idx")
+    return {
+        **{name: getattr(meta, name) for name in names},
+        "reduce_fx": meta.reduce_fx.__name__,
+        "sync_dist": meta.sync.should,
+        "rank_zero_only": meta.sync.rank_zero_only,
+    }
 
 
 def _add(value: Any, state: dict[str, Any]) -> None:
