@@ -14,6 +14,7 @@ def get_available_devices() -> list[str]:
     """Return the GPUs of the calling rank by their CUDA names, like ``["2"]``.
 
     These are the GPUs that Spark or Ray assigned to the rank; the list is empty without an assignment. The first one is
-    device ``hvd.local_rank()`` in the rank's CUDA_VISIBLE_DEVICES, or device 0 if the rank sees only its own GPUs.
+    device ``hvd.local_rank()`` in the rank's CUDA_VISIBLE_DEVICES, or device 0 if the rank sees only its own GPUs. If
+    the job's ``env`` sets CUDA_VISIBLE_DEVICES, these are its GPUs instead.
     """
     return own_devices()

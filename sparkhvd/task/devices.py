@@ -136,11 +136,17 @@ def selection_variables(visible_devices: Sequence[str], rank_devices: Sequence[s
 def drop_user_variables(
     variables: Sequence[tuple[str, str]], env: Sequence[tuple[str, str | None]]
 ) -> tuple[tuple[str, str], ...]:
-    """Return the variables that the user's ``env`` neither sets nor removes."""
-    set_by_user = {name for name, _ in env}
+    """Return the variables that the user's ``env`` neither sets nor removes.
+
+    If the user selects GPUs, these are the rank's own.
+    """
+    set_by_user = dict(env)
+    values = dict(variables)
+    if (selection := set_by_user.get(VISIBLE)) is not None and OWN_DEVICES in values:
+        values[OWN_DEVICES] = ",".join(_device_names(selection))
     if VISIBLE in set_by_user:
-        set_by_user.add(ORDER)  # the user chose the device numbers
-    return tuple(variable for variable in variables if variable[0] not in set_by_user)
+        set_by_user[ORDER] = None  # the user chose the device numbers
+    return tuple((name, value) for name, value in values.items() if name not in set_by_user)
 
 
 def shared_gpus_notice(slots: Sequence[Slot]) -> str:

@@ -262,8 +262,9 @@ def await_outcome(events: queue.SimpleQueue[object], job: Supervision) -> Outcom
 
 def _launch_error(job: Supervision, event: ServerLost) -> LaunchError:
     return LaunchError(
-        f"Rank {job.rank} on host {job.host} lost the task that coordinates the job: {event.why}. Spark retries the "
-        "job unless it has failed too often. See the executors' logs for why the task was lost."
+        f"Rank {job.rank} on host {job.host} lost the server that coordinates the job: {event.why}. The server runs in "
+        "the driver if launcher='mpi', otherwise in the first task or on the first host. See the logs there for why it "
+        "was lost. Spark retries the job unless it has failed too often."
     )
 
 

@@ -48,6 +48,7 @@ def test_ranks_get_the_gpus_that_spark_assigns_to_their_tasks(tmp_path):
     assert [entry["CUDA_DEVICE_ORDER"] for entry in (*two, *one, *shared)] == ["PCI_BUS_ID"] * 6
     assert results["the user's"][0]["CUDA_VISIBLE_DEVICES"] == "7"
     assert results["the user's"][0]["CUDA_DEVICE_ORDER"] is None
+    assert results["the user's"][0]["own"] == ["7"]
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
     assert results["threads"] == [{"torch": 1} | dict.fromkeys(names, "1") | {"TF_NUM_INTEROP_THREADS": "2"}]
     assert results["parallelism of the rest"] == 4

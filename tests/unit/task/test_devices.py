@@ -4,7 +4,15 @@ import pytest
 
 from sparkhvd.rpc.registration import TaskOffer
 from sparkhvd.task.assignment import assign
-from sparkhvd.task.devices import cuda_names, device_kind, device_map, device_variables, mixed_devices
+from sparkhvd.task.devices import (
+    cuda_names,
+    device_kind,
+    device_map,
+    device_variables,
+    drop_user_variables,
+    mixed_devices,
+    selection_variables,
+)
 from sparkhvd.task.job import Job
 
 
@@ -25,6 +33,14 @@ def test_each_rank_finds_its_own_device_at_its_local_rank():
 
 def test_further_devices_follow_the_first_devices_of_all_ranks():
     assert visible_devices(slots(("a", ("0", "1")), ("a", ("2", "3")))) == ["0,2,1,3"] * 2
+
+
+def test_gpus_that_the_user_selects_are_those_of_the_rank():
+    assigned = selection_variables(("3", "1"), ("3",))
+    assert drop_user_variables(assigned, (("MINE", "1"),)) == assigned
+    assert drop_user_variables(assigned, (("CUDA_VISIBLE_DEVICES", "7, 5"),)) == (("SPARKHVD_DEVICES", "7,5"),)
+    assert drop_user_variables(assigned, (("CUDA_VISIBLE_DEVICES", None),)) == (("SPARKHVD_DEVICES", "3"),)
+    assert drop_user_variables((), (("CUDA_VISIBLE_DEVICES", "7"),)) == ()
 
 
 def test_ranks_that_share_a_device_each_see_their_own():

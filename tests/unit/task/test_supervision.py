@@ -112,7 +112,9 @@ def test_another_ranks_failure_ends_a_sleeping_rank_that_ignores_sigterm(worker,
 def test_the_loss_of_the_first_task_ends_the_rank_and_lets_spark_run_the_job_again(worker, client, tmp_path):
     process = start_stubborn_rank(worker, tmp_path / "pid")
     worker.events.put(ServerLost("connection reset"))
-    with pytest.raises(LaunchError, match=r"Rank 1 on host node-4 lost the task .*: connection reset\. Spark retries"):
+    with pytest.raises(
+        LaunchError, match=r"Rank 1 on host node-4 lost the server .*: connection reset\. The server runs"
+    ):
         supervise(worker, supervision(client))
     assert not process.is_running()
     worker.events.put(ServerLost("connection reset"))
