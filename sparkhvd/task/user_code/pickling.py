@@ -122,7 +122,8 @@ def reduced_function(reduced: tuple[Any, ...], module: ModuleType | EmptyModule)
     """
     make, (code, _, *arguments), (attributes, slots), *_, setter = reduced
     if isinstance(module, EmptyModule):
-        setter = functools.partial(set_function_state, setter, module)
+        carried: Any = module  # loading the pickle replaces it with the module itself
+        setter = functools.partial(set_function_state, setter, carried)
     else:
         slots = {**slots, "__globals__": {}}
     return make, (code, Globals(module), *arguments), (attributes, slots), None, None, setter
