@@ -76,6 +76,7 @@ _LASTING_VARIABLES = (
 )
 # Running processes without the mark; the snapshots need not read about them again.
 _foreign_processes: set[str] = set()
+_KERNEL_THREAD = 0x00200000  # among the flags of a process; the kernel's threads have no environment
 # The HDFS client keeps connections with data nodes for reuse, as long as the process lives.
 _ports_of_data_nodes: set[int] = set()
 _OF_THE_HDFS_CLIENT = frozenset({"anon_inode:[eventfd]", "anon_inode:[eventpoll]"})
@@ -372,6 +373,9 @@ def _processes() -> dict[tuple[int, str], str]:
         if pid in _foreign_processes:
             continue
         stat = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+        if stat and int(stat[6]) & _KERNEL_THREAD:
+            _foreign_processes.add(pid)
+            continue
         is_child = stat[1:2] == [str(os.getpid())]
         environment = "" if is_child else _environment(pid)
         if stat and not is_child and not _has_our_mark(environment):
