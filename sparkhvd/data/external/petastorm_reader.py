@@ -20,6 +20,7 @@ import numpy as np
 from sparkhvd._util.counts import counted
 from sparkhvd.data.external import petastorm_files
 from sparkhvd.data.read.batches import Batch
+from sparkhvd.data.read.prefetch import StopSignal
 from sparkhvd.data.schema import columns
 from sparkhvd.data.schema.data_schema import ColumnSpec, DataSchema
 from sparkhvd.data.schema.manifest import Manifest, SplitName
@@ -94,8 +95,10 @@ class PetastormSource:
         """Return whether this rank has rows in a step of every epoch."""
         return self._rows_in(step, self._rank) > 0
 
-    def epoch(self, number: int, first_step: int = 0) -> Iterator[Batch]:
+    def epoch(self, number: int, first_step: int = 0, stop: StopSignal | None = None) -> Iterator[Batch]:  # noqa: ARG002
         """Yield the batches of epoch ``number`` (from 0), or those from a step on.
+
+        A stop cannot interrupt petastorm's reads.
 
         Raises:
             DataError: petastorm returned more or fewer rows than the files have.

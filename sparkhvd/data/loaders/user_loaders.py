@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Iterator, Mapping
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self, TypeGuard
 
@@ -20,7 +20,7 @@ from sparkhvd.comm import objects
 from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.comm.communicator import Communicator
 from sparkhvd.data.read.batches import Batch
-from sparkhvd.data.read.prefetch import Prefetcher
+from sparkhvd.data.read.prefetch import Prefetcher, StopSignal
 from sparkhvd.data.schema import columns
 from sparkhvd.data.schema.data_schema import DataSchema
 from sparkhvd.errors import DataError
@@ -101,6 +101,7 @@ class AsyncDataLoaderMixin:
 
     def __init__(self, *args: Any, async_loader_queue_size: int = 64, **kwargs: Any) -> None:
         self._queue_size = async_loader_queue_size
+        self._stop_signal = StopSignal()
         super().__init__(*args, **kwargs)
 
     def __iter__(self) -> Iterator[Columns]:
@@ -117,10 +118,15 @@ class AsyncDataLoaderMixin:
             waiting_for="the next batch of the data module's loader",
         )
         try:
-            yield from ahead
+            with self._stop_signal.calling(ahead.stop):
+                yield from ahead
         finally:
             ahead.stop()
             ahead.join()
+
+    def stop_waiting(self) -> None:
+        """Stop the iterations, for the time after the training; a thread that waits for a batch raises an error."""
+        self._stop_signal.stop()
 
 
 class DataModule(ABC):
@@ -187,10 +193,16 @@ class LoaderSource:
         """Return False, since the rows are unknown before the batches are loaded."""
         return False
 
-    def epoch(self, number: int, first_step: int = 0) -> Iterator[Batch]:
-        """Yield the batches of an epoch from a step on; ranks that have run out of them get empty ones."""
+    def epoch(self, number: int, first_step: int = 0, stop: StopSignal | None = None) -> Iterator[Batch]:
+        """Yield the batches of an epoch from a step on; ranks that have run out of them get empty ones.
+
+        A stop ends the wait for an ``AsyncDataLoaderMixin``; it cannot interrupt the code of the user's loader.
+        """
         self._loader.set_epoch(number)
-        with closing(_generator(self._loader)) as batches:
+        stopping: AbstractContextManager[None] = nullcontext()
+        if stop is not None and isinstance(self._loader, AsyncDataLoaderMixin):
+            stopping = stop.calling(self._loader.stop_waiting)
+        with stopping, closing(_generator(self._loader)) as batches:
             for step in range(self._steps):
                 batch = next(batches, None)
                 if step == self._steps - 1:

@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from sparkhvd.data.read.prefetch import StopSignal
 from sparkhvd.data.schema.data_schema import DataSchema
 
 Arrays = dict[str, npt.NDArray[np.generic]]
@@ -53,5 +54,8 @@ class BatchSource(Protocol):
     def has_rows(self, step: int) -> bool:
         """Return whether this rank is certain to have rows in a step (from 0) of every epoch."""
 
-    def epoch(self, number: int, first_step: int = 0) -> Iterator[Batch]:
-        """Yield the batches of epoch ``number`` (from 0), from a step on. Closing it ends the prefetching at once."""
+    def epoch(self, number: int, first_step: int = 0, stop: StopSignal | None = None) -> Iterator[Batch]:
+        """Yield the batches of epoch ``number`` (from 0), from a step on. Closing it ends the prefetching at once.
+
+        ``stop`` ends it even while another thread waits for its next batch, which then raises ``StoppedError``.
+        """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Generic, TypeVar
 
 from sparkhvd.deadline import Deadline
@@ -21,6 +22,37 @@ _MAX_JOBS = 64
 
 class StoppedError(Exception):
     """The results are no longer needed."""
+
+
+class StopSignal:
+    """Lets another thread stop the epochs that it was passed to, whichever source reads them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # guards everything below; the collection of an epoch may interrupt its holder
+        self._stopped = False
+        self._actions: list[Callable[[], None]] = []
+
+    def stop(self) -> None:
+        """Stop: epochs that are being read, and later ones, raise ``StoppedError`` instead of waiting for rows."""
+        with self._lock:
+            self._stopped = True
+            actions = list(self._actions)
+        for action in actions:
+            action()
+
+    @contextmanager
+    def calling(self, action: Callable[[], None]) -> Iterator[None]:
+        """Call ``action`` if the stop comes within ``with``, or has come before."""
+        with self._lock:
+            self._actions.append(action)
+            stopped = self._stopped
+        try:
+            if stopped:
+                action()
+            yield
+        finally:
+            with self._lock:
+                self._actions.remove(action)
 
 
 class Prefetcher(Generic[T]):
@@ -67,8 +99,9 @@ class Prefetcher(Generic[T]):
 
     def join(self) -> None:
         """Wait until the threads have ended; after ``stop``."""
+        deadline = Deadline.after(_JOIN_TIMEOUT)
         for thread in self._threads:
-            thread.join(_JOIN_TIMEOUT)
+            thread.join(deadline.remaining())
 
     def _take(self) -> tuple[T] | None:
         deadline = Deadline.after(self._timeout)

@@ -23,7 +23,7 @@ from sparkhvd.data.read.batches import Arrays, Batch
 from sparkhvd.data.read.blocks import Blocks, ParquetBlocks
 from sparkhvd.data.read.plan import Plan, Window
 from sparkhvd.data.read.prefetch import Job as PrefetchJob
-from sparkhvd.data.read.prefetch import Prefetcher
+from sparkhvd.data.read.prefetch import Prefetcher, StopSignal
 from sparkhvd.data.read.row_stream import RowStream
 from sparkhvd.data.read.shards import Piece, SharedBlocks
 from sparkhvd.data.read.shuffle import shuffle_rows
@@ -160,25 +160,27 @@ class RowSource:
         """Return whether this rank has rows in a step of every epoch."""
         return self._plan.rows_in(self._rank, step) > 0
 
-    def epoch(self, number: int, first_step: int = 0) -> Iterator[Batch]:
+    def epoch(self, number: int, first_step: int = 0, stop: StopSignal | None = None) -> Iterator[Batch]:
         """Return the batches of epoch ``number`` (from 0). Closing the iterator ends the prefetching at once.
 
         Args:
             number: the epoch.
             first_step: the step to begin at; the batches are the same as in the whole epoch.
+            stop: ends the epoch from another thread.
 
         Raises:
             DataError: the rows differ from the manifest, or a transformation changed their number.
             StoreError: a file cannot be read.
             DeadlineExceededError: no batch arrived within the timeout.
+            StoppedError: another thread stopped the epoch.
         """
         if not 0 <= first_step <= self.steps():
             raise ConfigError(
                 f"first_step is {first_step}; it must be from 0 to {self.steps()}, the steps of an epoch."
             )
-        return self._epoch(number, first_step)
+        return self._epoch(number, first_step, stop or StopSignal())
 
-    def _epoch(self, number: int, first_step: int) -> Iterator[Batch]:
+    def _epoch(self, number: int, first_step: int, stop: StopSignal) -> Iterator[Batch]:
         blocks = self._open()
         reading, name = self._reading, f"sparkhvd-read-{self._rank}"
         decode = partial(_decoded, blocks, self._schema)
@@ -196,8 +198,9 @@ class RowSource:
             [cut], limit=share, threads=1, name=name, timeout=reading.timeout + 1.0, waiting_for=wait_for
         )
         try:
-            for group in groups:
-                yield from group
+            with stop.calling(groups.stop):
+                for group in groups:
+                    yield from group
         finally:
             chunks.stop()
             groups.stop()

@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from sparkhvd.data.read.batches import Arrays, Batch, BatchSource
+from sparkhvd.data.read.prefetch import StopSignal
 from sparkhvd.data.read.resume import Division
 from sparkhvd.data.schema import columns
 from sparkhvd.data.schema.data_schema import DataSchema
@@ -75,7 +76,7 @@ class RegroupedSource:
         epochs = (self.epoch_begun, self.epoch_begun + 1)
         return all(self._pieces(self._rows_in(self.division_of(epoch), step)) for epoch in epochs)
 
-    def epoch(self, number: int, first_step: int = 0) -> Iterator[Batch]:
+    def epoch(self, number: int, first_step: int = 0, stop: StopSignal | None = None) -> Iterator[Batch]:
         """Yield the batches of an epoch from a step on. Closing it ends the prefetching at once."""
         division = self.division_of(number)
         opened: dict[int, Iterator[tuple[int, Batch]]] = {}
@@ -85,7 +86,7 @@ class RegroupedSource:
                 pieces, parts = self._pieces(rows), []
                 for shard, piece in pieces:
                     if shard not in opened:
-                        batches = self.open_shard(shard).epoch(number, step)
+                        batches = self.open_shard(shard).epoch(number, step, stop)
                         stack.callback(batches.close)  # type: ignore[attr-defined]  # a generator; this ends its threads
                         opened[shard] = zip(count(step), batches, strict=False)
                     batch = next(batch for index, batch in opened[shard] if index == step)

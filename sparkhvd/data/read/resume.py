@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sparkhvd.data.read.batches import Batch
+from sparkhvd.data.read.prefetch import StopSignal
 from sparkhvd.data.read.readers import RowSource
 from sparkhvd.data.schema import columns
 from sparkhvd.data.schema.data_schema import DataSchema
@@ -111,15 +112,16 @@ class EpochRemainder:
         """Return whether this rank has rows in a step both of the epoch to resume and of whole epochs."""
         return self.division.rows_in(self.world.rank, step) > 0 and self.whole.has_rows(step)
 
-    def epoch(self, number: int, first_step: int = 0) -> Iterator[Batch]:
+    def epoch(self, number: int, first_step: int = 0, stop: StopSignal | None = None) -> Iterator[Batch]:
         """Return the batches of an epoch from a step on."""
         if number != self.epoch_begun:
-            return self.whole.epoch(number, first_step)
-        return self._remaining_batches(first_step)
+            return self.whole.epoch(number, first_step, stop)
+        return self._remaining_batches(first_step, stop)
 
-    def _remaining_batches(self, first_step: int) -> Iterator[Batch]:
+    def _remaining_batches(self, first_step: int, stop: StopSignal | None) -> Iterator[Batch]:
         division, size = self.division, self.world.size
-        with closing(self._batches_at(self._batch_ids[division.part(self.world.rank)][first_step:])) as batches:
+        batch_ids = self._batch_ids[division.part(self.world.rank)][first_step:]
+        with closing(self._batches_at(batch_ids, stop)) as batches:
             for step in range(first_step, division.steps()):
                 global_rows = sum(division.rows_in(rank, step) for rank in range(size))
                 batch = next(batches, None)
@@ -128,12 +130,12 @@ class EpochRemainder:
                 else:
                     yield replace(batch, global_rows=global_rows)
 
-    def _batches_at(self, batch_ids: Indices) -> Generator[Batch]:
+    def _batches_at(self, batch_ids: Indices, stop: StopSignal | None) -> Generator[Batch]:
         """Yield the batches with these indices, one old rank after the other."""
         left = self._rows_left.shape[1]
         for rank in np.unique(batch_ids // left).tolist():
             steps = batch_ids[batch_ids // left == rank] % left
-            batches = self.old(rank).epoch(self.epoch_begun, self.first_step + int(steps[0]))
+            batches = self.old(rank).epoch(self.epoch_begun, self.first_step + int(steps[0]), stop)
             try:
                 for batch in islice(batches, int(steps[-1] - steps[0]) + 1):
                     if batch.rows:

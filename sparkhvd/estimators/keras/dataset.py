@@ -14,6 +14,7 @@ import keras
 import numpy as np
 
 from sparkhvd.data.read.batches import Arrays, Batch, BatchSource
+from sparkhvd.data.read.prefetch import StopSignal
 from sparkhvd.data.schema import columns
 from sparkhvd.errors import DataError
 from sparkhvd.estimators.keras.inputs import Ports
@@ -48,6 +49,7 @@ class BatchDataset(keras.utils.PyDataset):  # type: ignore[misc]  # keras has no
         self._inputs = inputs
         self._outputs = outputs
         self._weights = [column.name for column in source.schema.of("weight")]
+        self._stop_signal = StopSignal()
         self._lock = threading.Lock()
         self._batches: Iterator[Batch] | None = None
         self._next = 0
@@ -133,13 +135,14 @@ class BatchDataset(keras.utils.PyDataset):  # type: ignore[misc]  # keras has no
             return index in self._empty
 
     def close(self) -> None:
-        """Stop reading."""
+        """Stop reading; a thread of TensorFlow that waits for a batch raises an error."""
+        self._stop_signal.stop()
         with self._lock:
             self._stop()
 
     def _start(self) -> None:
         self._stop()
-        self._batches = iter(self._source.epoch(self.epoch, self.first_step))
+        self._batches = iter(self._source.epoch(self.epoch, self.first_step, self._stop_signal))
         self._next = self.rows = 0
         self._counts.clear()
         self._rows_of_all.clear()

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
 from sparkhvd.data.read.batches import Batch, BatchSource
+from sparkhvd.data.read.prefetch import StopSignal
 
 if TYPE_CHECKING:
     from sparkhvd.data.schema.data_schema import DataSchema
@@ -52,12 +53,12 @@ class ReportingSource:
     def has_rows(self, step: int) -> bool:
         return self.source.has_rows(step)
 
-    def epoch(self, number: int, first_step: int = 0) -> Iterator[Batch]:
-        return self._reporting(number, first_step)
+    def epoch(self, number: int, first_step: int = 0, stop: StopSignal | None = None) -> Iterator[Batch]:
+        return self._reporting(number, first_step, stop)
 
-    def _reporting(self, number: int, first_step: int) -> Generator[Batch]:
+    def _reporting(self, number: int, first_step: int, stop: StopSignal | None) -> Generator[Batch]:
         steps, last_report = self.source.steps(), 0.0
-        batches: Any = self.source.epoch(number, first_step)
+        batches: Any = self.source.epoch(number, first_step, stop)
         with closing(batches) if hasattr(batches, "close") else closing(_as_generator(batches)) as open_batches:
             for step, batch in enumerate(open_batches, first_step + 1):
                 yield batch

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from sparkhvd.data.read.batches import Batch
+from sparkhvd.data.read.prefetch import StopSignal
 from sparkhvd.data.schema.data_schema import ColumnSpec, DataSchema
 from sparkhvd.estimators.plugin import TrainSpec
 from sparkhvd.estimators.reports import EpochRecord, EpochReport, StepReport
@@ -37,7 +38,7 @@ class ArraySource:
     def has_rows(self, step: int) -> bool:
         return bool(self.mine[step])
 
-    def epoch(self, number: int, first_step: int = 0) -> Iterator[Batch]:
+    def epoch(self, number: int, first_step: int = 0, stop: StopSignal | None = None) -> Iterator[Batch]:
         for rows, together in list(zip(self.mine, self.everyones, strict=True))[first_step:]:
             yield Batch({name: array[rows] for name, array in self.columns.items()}, len(rows), together)
 

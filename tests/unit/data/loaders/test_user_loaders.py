@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from sparkhvd.comm import session
 from sparkhvd.data import AsyncDataLoaderMixin, BaseDataLoader
 from sparkhvd.data.loaders.user_loaders import LoaderSource
+from sparkhvd.data.read.prefetch import StopSignal
 from sparkhvd.data.schema.data_schema import ColumnSpec, DataSchema
 from sparkhvd.errors import DataError, ParamError
 from sparkhvd.estimators.params.params import EstimatorParams
@@ -73,6 +75,34 @@ def test_a_thread_loads_ahead_and_ends_with_the_iteration():
     ahead.close()
     assert [batch["y"].tolist() for batch in Ahead([1, 2])] == [[-10], [-9, -9]]
     assert {batch["thread"] for batch in Ahead([1], async_loader_queue_size=0)} == {"MainThread"}
+
+
+class Slow(Ahead):
+    """Yields its batches when ``proceed`` is set."""
+
+    def __init__(self, sizes):
+        super().__init__(sizes)
+        self.reads, self.proceed = threading.Event(), threading.Event()
+
+    def _iterate(self):
+        self.reads.set()
+        assert self.proceed.wait(60)
+        yield from super()._iterate()
+
+
+def stopped_while_loading():
+    loader, stop = Slow([1]), StopSignal()
+    source = LoaderSource(loader, SCHEMA, "train", session.current())
+    with ThreadPoolExecutor(1) as consumer:
+        batches = consumer.submit(list, source.epoch(0, 0, stop))
+        assert loader.reads.wait(60)
+        stop.stop()
+        loader.proceed.set()
+        return type(batches.exception(60)).__name__
+
+
+def test_another_thread_stops_an_epoch_that_waits_for_a_batch(group):
+    assert group.run(stopped_while_loading) == ["StoppedError"] * 2
 
 
 def test_an_error_in_the_thread_reaches_the_user():

@@ -5,6 +5,7 @@ import resource
 import signal
 import threading
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,10 @@ from pyarrow import parquet
 
 from sparkhvd.data import ColumnSpec, DataSchema, ParquetSource, head
 from sparkhvd.data.read.batches import Batch
+from sparkhvd.data.read.prefetch import StoppedError, StopSignal
 from sparkhvd.data.read.readers import ReadOptions
+from sparkhvd.data.read.regroup import RegroupedSource
+from sparkhvd.data.read.resume import EpochRemainder
 from sparkhvd.errors import ConfigError, DataError, StoreError
 from sparkhvd.world import World
 from tests.unit.data.conftest import SCHEMA, expected, table_of
@@ -188,6 +192,33 @@ def test_a_consumer_that_raises_ends_the_thread(store, make_dataset):
     with pytest.raises(RuntimeError, match="in training"):
         consume()
     gc.collect()
+    assert reader_threads() == []
+
+
+@pytest.mark.parametrize("kind", ["rank", "regrouped", "remainder"])
+def test_another_thread_stops_an_epoch_that_waits_for_rows(store, make_dataset, kind):
+    reads, proceed, stop = threading.Event(), threading.Event(), StopSignal()
+
+    def slow(columns):
+        reads.set()
+        assert proceed.wait(60)
+        return columns
+
+    rank = source_of(store, make_dataset(((50,),)), transformation=slow, made=SCHEMA)
+    source = {
+        "rank": rank,
+        "regrouped": RegroupedSource(lambda _: rank, 1, world_of(0, 1)),
+        "remainder": EpochRemainder(rank, 0, 1, lambda _: rank, rank.plan, world_of(0, 1)),
+    }[kind]
+    with ThreadPoolExecutor(1) as consumer:
+        batches = consumer.submit(list, source.epoch(0, 0, stop))
+        assert reads.wait(60)
+        stop.stop()
+        proceed.set()
+        with pytest.raises(StoppedError):
+            batches.result(60)
+    with pytest.raises(StoppedError):
+        list(source.epoch(0, 0, stop))
     assert reader_threads() == []
 
 

@@ -36,7 +36,7 @@ class Rows:
     def division_of(self, epoch):
         return self.plan
 
-    def epoch(self, number, first_step=0):
+    def epoch(self, number, first_step=0, stop=None):
         for step, batch in enumerate(self.plan.global_batches(number)):
             if step >= first_step:
                 together = sum(map(len, batch))

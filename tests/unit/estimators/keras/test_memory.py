@@ -1,17 +1,21 @@
-"""A fit with Keras leaves neither rows nor model in the memory of its process."""
+"""A fit with Keras leaves neither rows nor model in the memory of its process, nor a thread that waits for rows."""
 
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from sparkhvd.comm import session
+from sparkhvd.data.read.prefetch import StoppedError
 from sparkhvd.errors import HorovodInternalError
+from sparkhvd.estimators.keras.dataset import BatchDataset
 from sparkhvd.estimators.keras.divisors import CurrentBatch
 from sparkhvd.estimators.keras.plugin import PLUGIN
-from tests.unit.estimators.arrays import Hooks, partition_rows, spec
+from tests.unit.estimators.arrays import ArraySource, Hooks, partition_rows, spec
 from tests.unit.estimators.keras.networks import SEQUENCES, lose_a_rank, masking, parameters, sequences
 
 
@@ -44,3 +48,32 @@ def remaining_after_fit(completes):
 @pytest.mark.parametrize("completes", [True, False], ids=["complete", "lost rank"])
 def test_rows_and_model_are_freed_after_a_fit(group, completes):
     assert group.run(remaining_after_fit, completes) == [[], []]
+
+
+class Waiting(ArraySource):
+    """Waits for its rows until it is stopped."""
+
+    def epoch(self, number, first_step=0, stop=None):
+        stopped = threading.Event()
+        with stop.calling(stopped.set):
+            self.reads.set()
+            assert stopped.wait(60)
+        raise StoppedError
+        yield
+
+
+def closed_while_reading():
+    source = Waiting(SEQUENCES, sequences(8), [list(range(8))], [8])
+    source.reads = threading.Event()
+    given = parameters(SEQUENCES, model=masking(), loss="mse", metrics=None)
+    package = PLUGIN.trainer(PLUGIN.pack(given), spec(SEQUENCES), session.current().world)._package
+    data = BatchDataset(source, package.inputs, package.outputs)
+    with ThreadPoolExecutor(1) as reader:
+        batch = reader.submit(data.__getitem__, 0)
+        assert source.reads.wait(60)
+        data.close()
+        return type(batch.exception(60)).__name__
+
+
+def test_close_ends_the_wait_of_another_thread_for_rows(group):
+    assert group.run(closed_while_reading) == ["StoppedError"] * 2

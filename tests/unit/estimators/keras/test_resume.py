@@ -335,7 +335,7 @@ class Rates(keras.callbacks.Callback):
 class Begun(ArraySource):
     """Delivers the rest of the second epoch, as if other ranks had begun it."""
 
-    def epoch(self, number, first_step=0):
+    def epoch(self, number, first_step=0, stop=None):
         assert first_step == 0
         return super().epoch(number, 4 if number == 1 else 0)
 

@@ -11,6 +11,7 @@ from types import ModuleType
 import pytest
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
+from sparkhvd.data.read.prefetch import StopSignal
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.reports import EpochRecord, EpochReport, StepTimes
 from sparkhvd.estimators.training import run_log
@@ -107,9 +108,11 @@ def test_a_value_too_large_for_an_event_file_is_shown_as_infinite(tmp_path, valu
 def test_progress_moves_a_bar_and_leaves_the_lines_of_the_ranks(capsys):
     source = ArraySource.__new__(ArraySource)
     source.steps = lambda: 3
-    source.epoch = lambda number, first_step=0: iter("abc"[first_step:])
+    stop, stops = StopSignal(), []
+    source.epoch = lambda number, first_step, stop: stops.append(stop) or iter("abc"[first_step:])
     reporting = ReportingSource(source, epochs=2)
-    assert [*reporting.epoch(0), *reporting.epoch(1, 1)] == ["a", "b", "c", "b", "c"]
+    assert [*reporting.epoch(0), *reporting.epoch(1, 1, stop)] == ["a", "b", "c", "b", "c"]
+    assert stops == [None, stop]
     reports = capsys.readouterr().out.splitlines()
     assert json.loads(reports[-1][1:]) == {"done": 6, "all": 6}
     shown = io.StringIO()
