@@ -228,10 +228,19 @@ def test_decimals_times_texts_nested_arrays_and_structs_arrive_with_null_filled(
         assert {name: (str(array.dtype), array.tolist()) for name, array in found.items()} == wanted
 
 
-def test_old_dates_and_timestamps_stay_the_same_in_a_session_that_writes_the_julian_calendar(spark, store, settings):
-    settings("spark.sql.parquet.datetimeRebaseModeInWrite", "LEGACY")
+@pytest.mark.parametrize(
+    "modes",
+    [
+        {"datetimeRebaseModeInWrite": "LEGACY", "outputTimestampType": "TIMESTAMP_MICROS"},
+        {"datetimeRebaseModeInWrite": "EXCEPTION", "outputTimestampType": "TIMESTAMP_MICROS"},
+        {"int96RebaseModeInWrite": "LEGACY"},
+    ],
+    ids=str,
+)
+def test_old_dates_and_timestamps_stay_the_same_whatever_calendar_the_session_writes(spark, store, settings, modes):
+    for name, mode in modes.items():
+        settings(f"spark.sql.parquet.{name}", mode)
     settings("spark.sql.session.timeZone", "UTC")
-    settings("spark.sql.parquet.outputTimestampType", "TIMESTAMP_MICROS")
     df = spark.sql("SELECT date'1500-01-01' day, timestamp'1500-01-01 00:00:00' at, 1 y")
     selection = select(df.schema, feature_cols=None, label_cols=["y"], transformed=True)
     read = rows_of(store, prepare(df, selection, store, writing=WriteOptions(1, 0)))

@@ -271,14 +271,16 @@ def _is_committed(name: str) -> bool:
 
 
 def _changes_times(df: DataFrame, schema: DataSchema) -> bool:
-    """Return whether Spark's writer truncates timestamps, omits their statistics, or rebases dates and timestamps."""
+    """Return whether Spark's writer truncates timestamps, omits their statistics, or rebases or refuses old times."""
     conf = df.sparkSession.conf
     dtypes = {column.dtype for column in schema.columns}
-    if "datetime64[us]" in dtypes and conf.get("spark.sql.parquet.outputTimestampType", _MICROSECONDS) != _MICROSECONDS:
+    # By default, Spark writes INT96, which has no statistics and a setting of its own for the calendar.
+    if "datetime64[us]" in dtypes and conf.get("spark.sql.parquet.outputTimestampType") != _MICROSECONDS:
         return True
-    # LEGACY moves dates before 1582 and timestamps before 1900 to the Julian calendar. Only Spark moves them back.
-    calendar = str(conf.get("spark.sql.parquet.datetimeRebaseModeInWrite", "CORRECTED"))
-    return calendar.upper() == "LEGACY" and not dtypes.isdisjoint({"datetime64[D]", "datetime64[us]"})
+    # LEGACY moves dates before 1582 and timestamps before 1900 to the Julian calendar, and only Spark moves them back.
+    # EXCEPTION, the default until Spark 3.5, refuses them.
+    calendar = str(conf.get("spark.sql.parquet.datetimeRebaseModeInWrite"))
+    return calendar.upper() != "CORRECTED" and not dtypes.isdisjoint({"datetime64[D]", "datetime64[us]"})
 
 
 def _write_by_spark(rows: DataFrame, url: str, more_options: dict[str, str], *, divided: bool) -> int:
