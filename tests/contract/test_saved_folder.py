@@ -191,3 +191,21 @@ def test_an_overtaken_writer_keeps_the_other_object(store, monkeypatch):
     monkeypatch.setattr(saved_folder, "_copy_to_final_paths", overtaken)
     saved_folder.overwrite(store, "thing", writing("1"))
     assert found(store) == "2"
+
+
+@pytest.mark.parametrize("store", ["file"], indirect=True)
+def test_a_writer_whose_files_another_one_removes_keeps_the_other_object(store):
+    saved_folder.write_new(store, "thing", writing("0"))
+
+    def interrupted(store, folder):
+        with store.open(f"{folder}/{FILES[0]}", "wb") as file:
+            file.write(b"1" * BYTES)
+        saved_folder.overwrite(store, "thing", writing("2"))
+        with store.open(f"{folder}/{FILES[1]}", "wb") as file:
+            file.write(b"1" * BYTES)
+        return {"class": "a.Thing", "text": "1", "sparkhvd": {}}
+
+    with pytest.raises(StoreError, match=r"thing was replaced by another writer.*Save it again"):
+        saved_folder.overwrite(store, "thing", interrupted)
+    assert found(store) == "2"
+    assert len(store.list("thing")) == len(FILES) + 1

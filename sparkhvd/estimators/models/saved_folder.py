@@ -29,6 +29,9 @@ logger = logging.getLogger(__name__)
 METADATA = "metadata/part-00000"
 FORMAT, _FORMAT_WITH_FOLDER = 1, 2
 _CONTENT = "content-"
+# The first file in a folder of new files, also in the order of names, in which other writers remove files. If it is
+# still there, so are all others.
+_MARKER = "-incomplete"
 # Hadoop's checksum of metadata that Spark wrote; while it exists, Spark considers replaced metadata corrupt.
 _CHECKSUM = "metadata/.part-00000.crc"
 
@@ -46,20 +49,22 @@ def overwrite(store: Store, folder: str, write: Write) -> None:
     """Replace the object in a folder.
 
     Raises:
-        SparkHvdError: the new object cannot be written; the old one is unchanged.
+        SparkHvdError: the new object cannot be written, or another writer has replaced the old one in the meantime.
     """
     name = f"{_CONTENT}{uuid.uuid4().hex}"
     content = f"{folder}/{name}"
     try:
+        store.publish(f"{content}/{_MARKER}", b"")
         metadata = write(store, content)
-        written = store.list(content)
+        written = _all_written(store, folder, name)
         store.delete(f"{folder}/{_CHECKSUM}")
         _replace_metadata(store, folder, _to_json(metadata, name))
     except BaseException:
         _remove_unless_committed(store, folder, name)
         raise
     try:
-        _copy_to_final_paths(store, folder, name, written)
+        if _is_committed(store, folder, name):
+            _copy_to_final_paths(store, folder, name, written)
         if _is_committed(store, folder, name):  # else another writer has saved its object in the meantime
             _replace_metadata(store, folder, _to_json(metadata, None))
         store.delete(content)
@@ -147,6 +152,17 @@ def _remove_unless_committed(store: Store, folder: str, name: str) -> None:
             store.delete(f"{folder}/{name}")
     except (SparkHvdError, ValueError) as error:  # the failure that led here is the one to report
         logger.warning("Could not remove %s/%s/%s: %s", store.url, folder, name, str(error))
+
+
+def _all_written(store: Store, folder: str, name: str) -> list[str]:
+    """Return the files of a new object; raise ``StoreError`` if another writer has removed some of them."""
+    marker = f"{folder}/{name}/{_MARKER}"
+    if not store.exists(marker):
+        raise StoreError(
+            f"{store.url}/{folder} was replaced by another writer, which removed the files of this one. Save it again, "
+            "after the other writer has ended."
+        )
+    return [path for path in store.list(f"{folder}/{name}") if path != marker]
 
 
 def _is_committed(store: Store, folder: str, name: str) -> bool:
