@@ -11,7 +11,7 @@ from typing import Any
 
 from sparkhvd._util.counts import counted
 from sparkhvd.errors import ParamError
-from sparkhvd.estimators.runs.canonical import canonical_form
+from sparkhvd.estimators.runs.canonical import canonical_forms
 
 Groups = tuple[tuple[str, ...], ...]
 Shape = tuple[int, ...] | None  # None if only the training determines it
@@ -58,11 +58,15 @@ def facts_from_json(content: dict[str, Any]) -> ModelFacts:
 def measures_digest(params: Mapping[str, object]) -> str:
     """Return the digest of the loss and the metrics among the parameters; empty if their content is unknown."""
     chosen = {name: params[name] for name in _MEASURES if params.get(name) is not None}
-    try:
-        form = [(name, canonical_form(value, name)) for name, value in chosen.items()]
-    except ParamError:
-        return ""
-    return hashlib.sha256(json.dumps(form).encode()).hexdigest()[:32]
+    # A loss may refer to weights of the model, whose values differ. Not every model can be described.
+    for described in ({"model": params.get("model"), **chosen}, chosen):
+        try:
+            forms = canonical_forms(described)
+        except ParamError:
+            continue
+        form = [(name, forms[name]) for name in chosen]
+        return hashlib.sha256(json.dumps(form).encode()).hexdigest()[:32]
+    return ""
 
 
 def check_resumable(

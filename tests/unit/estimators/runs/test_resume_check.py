@@ -127,6 +127,30 @@ def test_an_interrupted_epoch_is_not_resumed_with_another_loss_or_other_metrics(
         check_resumable("run", "url", saved, after, interrupted_epoch=1)
 
 
+def penalized(power):
+    """Return the measures of a loss with a penalty on the weight of a new model."""
+    model = torch.nn.Linear(2, 2)
+    weight = model.weight
+
+    def loss(output, label):
+        return (output - label).square().mean() + 0.1 * weight.abs().pow(power).sum()
+
+    return measures_digest({"model": model, "loss": loss})
+
+
+def test_a_loss_may_refer_to_a_weight_of_the_model_whose_initial_values_differ():
+    assert penalized(1) == penalized(1) != penalized(2)
+
+
+def test_a_loss_is_compared_even_if_the_model_cannot_be_described():
+    model = torch.nn.Linear(2, 2)
+    model.lock = threading.Lock()
+    assert (
+        len({measures_digest({"model": model, "loss": torch.nn.MSELoss(reduction=how)}) for how in ("sum", "mean")})
+        == 2
+    )
+
+
 def test_a_metric_of_unknown_content_does_not_prevent_a_resumption():
     unknown = ModelFacts("torch", measures=measures_digest({"metrics": [threading.Lock()]}))
     assert not unknown.measures
