@@ -17,19 +17,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TextIO, cast, ov
 from pyspark.ml import Estimator
 from pyspark.ml.util import MLReadable, MLWritable
 
-from sparkhvd._util.counts import counted
 from sparkhvd._util.short_tracebacks import brief_errors
 from sparkhvd.compat.spark import is_case_sensitive
 from sparkhvd.data.external.locate import Access
 from sparkhvd.data.loaders.transformation import transformed
-from sparkhvd.data.loaders.user_loaders import DataModule, loads_rows
 from sparkhvd.data.prepare.direct_rows import partition_for_ranks
 from sparkhvd.data.prepare.prepare import WriteOptions
 from sparkhvd.data.prepare.prepared_data import PreparedData, acquire
 from sparkhvd.data.prepare.stats import with_extreme_labels
 from sparkhvd.data.prepare.store_check import check_store
 from sparkhvd.data.read.batches import Arrays, first_row
-from sparkhvd.data.read.readers import ReadOptions, head
+from sparkhvd.data.read.readers import head
 from sparkhvd.data.schema.data_schema import DataSchema
 from sparkhvd.data.schema.manifest import Manifest
 from sparkhvd.data.schema.selection import Selection, select, with_fields
@@ -38,9 +36,11 @@ from sparkhvd.deadline import Deadline
 from sparkhvd.driver.preflight.preflight import RequestedTasks
 from sparkhvd.driver.spark.slots import describe_cluster
 from sparkhvd.driver.user_code.pickling import dumps
-from sparkhvd.errors import ParamError, SparkHvdError
+from sparkhvd.errors import ParamError
 from sparkhvd.estimators.api.description import description
 from sparkhvd.estimators.api.parquet_rows import existing_rows
+from sparkhvd.estimators.api.resuming import last_checkpoint, refuse_longer_run
+from sparkhvd.estimators.api.train_job import pickled, row_loader, train_spec
 from sparkhvd.estimators.api.validation import (
     CREATE_STORE,
     check,
@@ -48,7 +48,6 @@ from sparkhvd.estimators.api.validation import (
     check_monitored_metrics,
     check_outputs,
     check_single_fit,
-    row_cache,
 )
 from sparkhvd.estimators.models.feature_matching import with_sources
 from sparkhvd.estimators.models.mlflow_tracking import active_run, cross_validation_part, track
@@ -71,17 +70,14 @@ from sparkhvd.estimators.params.backend import (
 from sparkhvd.estimators.params.fit_plan import FitPlan
 from sparkhvd.estimators.params.named_inputs import columns_of
 from sparkhvd.estimators.params.params import EstimatorParams
-from sparkhvd.estimators.plugin import TrainSpec
-from sparkhvd.estimators.runs.resume_check import ModelFacts, check_resumable, measures_digest
+from sparkhvd.estimators.runs.resume_check import measures_digest
 from sparkhvd.estimators.runs.run_identity import record_run, run_id_by_content
 from sparkhvd.estimators.runs.run_lease import hold_run
 from sparkhvd.estimators.runs.run_plan import RunPlan
-from sparkhvd.estimators.training import checkpoint, finished_runs, job_files
-from sparkhvd.estimators.training.checkpoint import Checkpoint
+from sparkhvd.estimators.training import finished_runs, job_files
 from sparkhvd.estimators.training.epoch_callback import CallbackServer, EpochCalls
 from sparkhvd.estimators.training.progress import ProgressOutput, is_interactive
 from sparkhvd.estimators.training.sample_rows import read_sample, require_spark_dataframe
-from sparkhvd.estimators.training.user_errors import with_full_stop
 from sparkhvd.estimators.training.worker import (
     SAMPLE_ROWS,
     ReaderName,
@@ -330,9 +326,9 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
                 self._check_store(spark, store, plan)
             facts = replace(find_plugin(self.plugin).facts(plan.params), measures=measures_digest(plan.params))
         with hold_run(store, run_id) if store is not None and store.save_runs else nullcontext() as lease:
-            last = None if store is None or facts is None else _last_checkpoint(store, run_id, facts)
+            last = None if store is None or facts is None else last_checkpoint(store, run_id, facts)
             if store is not None and plan.resume == "auto":
-                _refuse_longer_run(run_id, plan.epochs, last)
+                refuse_longer_run(run_id, plan.epochs, last)
                 record_run(store, run_id)
             seed = plan.random_seed
             if seed is None:
@@ -495,11 +491,11 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
             rows=rows,
             run_id=run.run_id,
             payload=job_files.to_payload(run.store, path, packed),
-            spec=replace(_train_spec(run, schema), batch_dependence=dependence, sample=sample and first_row(sample)),
+            spec=replace(train_spec(run, schema), batch_dependence=dependence, sample=sample and first_row(sample)),
             start_method=run.mp_start_method,
-            transformation=_pickled(run.transformation_fn, "transformation_fn"),
+            transformation=pickled(run.transformation_fn, "transformation_fn"),
             any_columns=self._takes_any_columns(run),
-            data_module=_pickled(_row_loader(run), "data_module"),
+            data_module=pickled(row_loader(run), "data_module"),
             progress=run.verbose > 0 and shows_output(run) and is_interactive(),
             holder=None if run.lease is None else run.lease.holder,
             division_proc=run.division_proc,
@@ -600,71 +596,3 @@ def _check_types(plan: FitPlan, schema: DataSchema | None, shapes: Sequence[tupl
     if plan.output_types is not None and (labels or schema is None):
         outputs = output_specs(shapes, labels) if shapes else ()
         check_types(_output_names(plan), plan.output_types, outputs, labels)
-
-
-def _row_loader(plan: FitPlan) -> type[DataModule] | None:
-    """Return the data module that replaces the readers; None if the readers are used."""
-    return plan.data_module if loads_rows(plan.data_module) else None
-
-
-def _pickled(value: object, name: str) -> bytes:
-    if value is None:
-        return b""
-    try:
-        return dumps(value)
-    except SparkHvdError:
-        raise
-    except Exception as error:
-        raise ParamError(f"{name} cannot be pickled to send it to the ranks: {with_full_stop(error)}") from error
-
-
-def _last_checkpoint(store: Store, run_id: str, facts: ModelFacts) -> Checkpoint | None:
-    """Load the last checkpoint of the run; None if it has none.
-
-    Raises:
-        ParamError: the checkpoint belongs to another model, or was taken within an epoch with another loss or metrics.
-    """
-    path = checkpoint.latest(store, run_id)
-    if path is None:
-        return None
-    loaded = checkpoint.load(store, path)
-    if loaded.model is not None:
-        interrupted_epoch = None if loaded.within is None else loaded.epoch
-        check_resumable(run_id, f"{store.url}/{path}", loaded.model, facts, interrupted_epoch)
-    return loaded
-
-
-def _refuse_longer_run(run_id: str, epochs: int, last: Checkpoint | None) -> None:
-    """Raise ``ParamError`` if ``resume="auto"`` found a run that was trained for more epochs than requested."""
-    trained = 0 if last is None else last.epoch + 1
-    if trained > epochs:
-        raise ParamError(
-            f"resume='auto' found run {run_id!r}, which was trained for {counted(trained, 'epoch')}, more than "
-            f"epochs={epochs}. Set epochs={trained} to get its model, or pass run_id to train a new run."
-        )
-
-
-def _train_spec(run: RunPlan, schema: DataSchema) -> TrainSpec:
-    cache, elastic = row_cache(run), is_elastic(run)
-    return TrainSpec(
-        schema=schema,
-        epochs=run.epochs,
-        batch_size=run.batch_size,
-        val_batch_size=run.val_batch_size or run.batch_size,
-        seed=run.random_seed,
-        scale_lr=run.scale_lr,
-        backward_passes_per_step=run.own.get("backward_passes_per_step", 1),
-        shuffle=run.shuffle,
-        train_steps_per_epoch=run.train_steps_per_epoch,
-        validation_steps_per_epoch=run.validation_steps_per_epoch,
-        reading=ReadOptions(cache=cache, threads=run.train_reader_num_workers),
-        val_reading=ReadOptions(cache=cache, threads=run.val_reader_num_workers),
-        early_stopping=run.early_stopping,
-        checkpoints=run.checkpoints,
-        terminate_on_nan=run.terminate_on_nan,
-        log_every_n_steps=run.log_every_n_steps,
-        use_gpu=run.use_gpu,
-        model=run.facts,
-        shards=run.num_proc if elastic and run.elastic_batch == "global" else None,
-        elastic=elastic,
-    )

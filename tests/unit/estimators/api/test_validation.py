@@ -8,7 +8,7 @@ import torch
 from sparkhvd import LightningEstimator
 from sparkhvd.data import DataModule
 from sparkhvd.errors import ConfigError, ParamError
-from sparkhvd.estimators.api.estimator import _row_loader, _train_spec
+from sparkhvd.estimators.api.train_job import row_loader, train_spec
 from sparkhvd.estimators.api.validation import check, check_monitored_metrics, row_cache
 from sparkhvd.estimators.params.backend import SparkBackend, check_backend
 from sparkhvd.estimators.params.params import EstimatorParams
@@ -193,7 +193,7 @@ def made_by_lightning(train, validation):
 def test_a_lightning_data_module_factory_keeps_the_readers(tmp_path):
     params = {"model": object(), "feature_cols": ["x"], "label_cols": ["y"], "transformation_fn": len}
     plan = LightningEstimator(**params, data_module=made_by_lightning)._checked_plan()
-    assert _row_loader(plan) is None
+    assert row_loader(plan) is None
     assert plan.data_module is made_by_lightning
     with pytest.raises(
         ParamError, match="data_module loads prepared rows, but this fit sends rows straight from Spark"
@@ -238,7 +238,7 @@ def test_the_spec_of_the_ranks_holds_the_parameters():
 
     def spec_of(**params):
         plan = EstimatorParams(**params)._plan(num_proc=2, run_id="r", random_seed=1)
-        return _train_spec(RunPlan(**vars(plan), division_proc=2, facts=None, lease=None), data)
+        return train_spec(RunPlan(**vars(plan), division_proc=2, facts=None, lease=None), data)
 
     spec = spec_of(**parameters, **readers, inmemory_cache_all=True)
     assert {name: getattr(spec, name) for name in parameters} == parameters

@@ -1,0 +1,36 @@
+"""The state from which a fit resumes its run."""
+
+from __future__ import annotations
+
+from sparkhvd._util.counts import counted
+from sparkhvd.errors import ParamError
+from sparkhvd.estimators.runs.resume_check import ModelFacts, check_resumable
+from sparkhvd.estimators.training import checkpoint
+from sparkhvd.estimators.training.checkpoint import Checkpoint
+from sparkhvd.store import Store
+
+
+def last_checkpoint(store: Store, run_id: str, facts: ModelFacts) -> Checkpoint | None:
+    """Load the last checkpoint of the run; None if it has none.
+
+    Raises:
+        ParamError: the checkpoint belongs to another model, or was taken within an epoch with another loss or metrics.
+    """
+    path = checkpoint.latest(store, run_id)
+    if path is None:
+        return None
+    loaded = checkpoint.load(store, path)
+    if loaded.model is not None:
+        interrupted_epoch = None if loaded.within is None else loaded.epoch
+        check_resumable(run_id, f"{store.url}/{path}", loaded.model, facts, interrupted_epoch)
+    return loaded
+
+
+def refuse_longer_run(run_id: str, epochs: int, last: Checkpoint | None) -> None:
+    """Raise ``ParamError`` if ``resume="auto"`` found a run that was trained for more epochs than requested."""
+    trained = 0 if last is None else last.epoch + 1
+    if trained > epochs:
+        raise ParamError(
+            f"resume='auto' found run {run_id!r}, which was trained for {counted(trained, 'epoch')}, more than "
+            f"epochs={epochs}. Set epochs={trained} to get its model, or pass run_id to train a new run."
+        )
