@@ -447,8 +447,9 @@ def _check_calendar(column: ColumnSpec, leaves: Iterable[LeafFacts], url: str) -
         if first_common_day is not None and leaf.low is not None and leaf.low < np.datetime64(first_common_day):
             raise DataError(
                 f"Column {column.name!r} ({column.role}) has values before {first_common_day} in {url}, "
-                "which Spark wrote in the Julian calendar (spark.sql.parquet.datetimeRebaseModeInWrite=LEGACY). Write "
-                "the files again with CORRECTED, or fit the DataFrame that Spark reads from them."
+                "which Spark wrote in the Julian calendar (before Spark 3.0, or with "
+                "spark.sql.parquet.datetimeRebaseModeInWrite=LEGACY). Write the files again with CORRECTED, or fit the "
+                "DataFrame that Spark reads from them."
             )
 
 

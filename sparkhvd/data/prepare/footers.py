@@ -25,7 +25,7 @@ _UNITS: Mapping[str, str] = MappingProxyType(
     {"days": "D", "milliseconds": "ms", "microseconds": "us", "nanoseconds": "ns"}
 )
 _NUMBERS = frozenset({"NONE", "INT", "DECIMAL"})
-_JULIAN = b"org.apache.spark.legacyDateTime"
+_JULIAN, _SPARK_VERSION = b"org.apache.spark.legacyDateTime", b"org.apache.spark.version"
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class Footer:
         size: the bytes of the file.
         columns: the leaves of the schema.
         schema: the columns and their types.
-        is_julian: whether Spark wrote old dates and timestamps in the Julian calendar, because of
-            ``spark.sql.parquet.datetimeRebaseModeInWrite=LEGACY``.
+        is_julian: whether Spark wrote old dates and timestamps in the Julian calendar, because it is older than 3.0 or
+            because of ``spark.sql.parquet.datetimeRebaseModeInWrite=LEGACY``.
     """
 
     path: str
@@ -105,8 +105,12 @@ def _footer(path: str, size: int, metadata: parquet.FileMetaData, schema: pa.Sch
         size=size,
         columns=tuple(_leaf(index, groups) for index in range(metadata.num_columns)) if groups else (),
         schema=schema,
-        is_julian=_JULIAN in (metadata.metadata or {}),
+        is_julian=_is_julian(metadata.metadata or {}),
     )
+
+
+def _is_julian(notes: Mapping[bytes, bytes]) -> bool:
+    return _JULIAN in notes or notes.get(_SPARK_VERSION, b"").startswith((b"1.", b"2."))
 
 
 def _leaf(index: int, groups: Sequence[parquet.RowGroupMetaData]) -> LeafFacts:

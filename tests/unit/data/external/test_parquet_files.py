@@ -390,6 +390,21 @@ def test_files_may_name_different_time_zones(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("version", "day"), [("2.4.8", "1500-01-01"), ("2.4.8", "2024-05-06"), ("3.5.0", "1500-01-01")]
+)
+def test_old_dates_in_files_of_spark_2_are_refused(tmp_path, version, day):
+    rows = pa.table({"day": pa.array([datetime.date.fromisoformat(day)]), "y": [1.0]})
+    noted = rows.replace_schema_metadata({"org.apache.spark.version": version})
+    parquet.write_table(noted, tmp_path / "rows.parquet")
+    url, wanted = str(tmp_path / "rows.parquet"), {"feature_cols": ["day"], "label_cols": ["y"], "transformed": True}
+    if version > "3" or day > "1582":
+        assert open_existing(url, **wanted).manifest.train.rows == 1
+        return
+    with pytest.raises(DataError, match=r"values before 1582-10-15 in .*in the Julian calendar \(before Spark 3\.0"):
+        open_existing(url, **wanted)
+
+
+@pytest.mark.parametrize(
     ("stored", "dtype", "expected"),
     [
         (pa.decimal32(9, 0), "int64", [12, -7]),
