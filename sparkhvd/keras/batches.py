@@ -60,36 +60,70 @@ class GradientAccumulation:
         keras.ops.cond(self._ends_step, end, keep)
 
 
-def weighted(gradients: list[Any], share: Callable[[], float]) -> list[Any]:
-    """Scale gradients, or a loss, such that the mean over the ranks is the mean over all rows."""
+class BatchWeight:
+    """The weight of the batch being computed or traced: the mean over the ranks becomes the mean over all rows.
 
-    def factor() -> float:
-        return share() * session.current().world.size
+    Args:
+        share: returns this rank's share of the rows of the step; called once per batch.
+    """
 
-    if keras.config.backend() == "tensorflow":
+    def __init__(self, share: Callable[[], float]) -> None:
+        self._share = share
+        self._of_loss: Any = None  # the weight of the current batch, if its loss is already weighted
+
+    def weighted_loss(self, loss: Any) -> Any:
+        """Return the loss of a batch with its weight."""
+        self._of_loss = self._weight([loss])
+        return scaled(loss, self._of_loss)
+
+    def weighted_gradients(self, gradients: Sequence[Any]) -> list[Any]:
+        """Return the gradients of a batch with its weight; None stays None."""
+        weight, self._of_loss = self._of_loss, None
+        if weight is None:  # in a training step that the user wrote
+            weight = self._weight(gradients)
+            gradients = [scaled(gradient, weight) for gradient in gradients]
+        elif not _is_accessible(weight):  # the user computes the loss in a graph of its own
+            weight = self._weight(gradients)
+        return list(gradients) if session.size() == 1 else _zero_unless(weight > 0, gradients)
+
+    def _weight(self, after: Sequence[Any]) -> Any:
+        """Return the weight, in a graph of TensorFlow as a tensor that is computed after the loss or the gradients.
+
+        Before that, the share of the batch may be unknown.
+        """
+        share = self._share  # TensorFlow keeps the function in memory, which must not refer to tensors
+
+        def weight() -> float:
+            return share() * session.current().world.size
+
+        if keras.config.backend() != "tensorflow":
+            return weight()
         import tensorflow as tf  # noqa: PLC0415  (only the backend in use is imported)
 
-        # TensorFlow calls ``factor`` at every run of the graph, after it has computed the loss. Before that, the share
-        # of the batch may be unknown.
-        number: Any = tf.stop_gradient(tf.py_function(lambda *_: factor(), _dependency_on(gradients), tf.float64))
+        number = tf.stop_gradient(tf.py_function(lambda *_: weight(), _dependency_on(after), tf.float64))
         number.set_shape([])
-        return [None if g is None else scaled(g, tf.cast(number, g.dtype)) for g in gradients]
-    number = factor()
-    return [scaled(gradient, number) for gradient in gradients]
+        return number
 
 
-def zero_without_rows(gradients: list[Any], share: Callable[[], float]) -> list[Any]:
-    """Replace the gradients of a rank whose share is 0 with zeros: a product with 0 would keep NaN and infinity."""
+def _is_accessible(number: Any) -> bool:
+    """Return whether the current graph of TensorFlow, if any, can use a number."""
+    if keras.config.backend() != "tensorflow":
+        return True
+    import tensorflow as tf  # noqa: PLC0415  (only the backend in use is imported)
+
+    return tf.executing_eagerly() or number.graph is tf.compat.v1.get_default_graph()
+
+
+def _zero_unless(has_rows: Any, gradients: Sequence[Any]) -> list[Any]:
+    """Replace the gradients of a rank without rows with zeros: a product with 0 would keep NaN and infinity."""
     if keras.config.backend() == "tensorflow":
         import tensorflow as tf  # noqa: PLC0415  (only the backend in use is imported)
 
         present = [gradient for gradient in gradients if gradient is not None]
-        has_rows = tf.py_function(lambda *_: share() > 0, _dependency_on(gradients), tf.bool)
-        has_rows.set_shape([])
         kept = iter(tf.cond(has_rows, lambda: present, lambda: [_zeros_like(gradient) for gradient in present]))
         return [None if gradient is None else next(kept) for gradient in gradients]
-    if share() > 0:
-        return gradients
+    if has_rows:
+        return list(gradients)
     return [None if gradient is None else keras.ops.zeros_like(gradient) for gradient in gradients]
 
 

@@ -15,7 +15,7 @@ from sparkhvd.comm import session
 from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.comm.process_sets import ProcessSet, exchanges_with
 from sparkhvd.errors import ConfigError
-from sparkhvd.keras.batches import GradientAccumulation, weighted, zero_without_rows
+from sparkhvd.keras.batches import BatchWeight, GradientAccumulation
 from sparkhvd.keras.exchange import Exchange, gradient_exchange, scaled, set_size
 from sparkhvd.keras.loss_scaling import make_ranks_skip_together
 
@@ -92,8 +92,7 @@ class ExchangingOptimizer:
     _exchange: Exchange
     _sum_over_ranks: Exchange
     _applied_to: Sequence[Any]  # the variables of the gradients that are being applied
-    _share: Callable[[], float] | None
-    _loss_is_weighted: bool  # whether the loss of the current batch, computed or traced, is already weighted
+    _weight: BatchWeight | None
     _accumulation: GradientAccumulation | None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -108,8 +107,7 @@ class ExchangingOptimizer:
         make_ranks_skip_together()
         self.exchange_as(self._settings.name or _name_without_number(self))
         # object.__setattr__ bypasses Keras' tracking of attributes, which is for variables and layers.
-        object.__setattr__(self, "_share", None)
-        object.__setattr__(self, "_loss_is_weighted", False)
+        object.__setattr__(self, "_weight", None)
         object.__setattr__(self, "_accumulation", None)
 
     def __copy__(self) -> Self:
@@ -137,7 +135,7 @@ class ExchangingOptimizer:
 
     def _check_copy(self) -> None:
         self._reject_local_variables()
-        if self._share is not None:
+        if self._weight is not None:
             raise ConfigError(
                 "This optimizer cannot be copied: it weights the batches of a running fit. Copy its get_config()."
             )
@@ -164,7 +162,7 @@ class ExchangingOptimizer:
             ends: returns whether the current batch is the last one of its step. None if every batch is a step.
                 Otherwise the optimizer must be built.
         """
-        self._share = share
+        object.__setattr__(self, "_weight", BatchWeight(share))
         trained = self._trainable_variables  # type: ignore[attr-defined]
         object.__setattr__(self, "_accumulation", None if ends is None else GradientAccumulation(ends, trained))
 
@@ -203,19 +201,14 @@ class ExchangingOptimizer:
 
     def scale_loss(self, loss: Any) -> Any:
         """Weight the loss, so that gradients that a layer exchanges in its backward pass are weighted, too."""
-        if self._share is not None:
-            object.__setattr__(self, "_loss_is_weighted", True)
-            (loss,) = weighted([loss], self._share)
+        if self._weight is not None:
+            loss = self._weight.weighted_loss(loss)
         return super().scale_loss(loss)  # type: ignore[misc]  # a method of the optimizer's own class
 
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
         """Apply the gradients of all ranks."""
-        if self._share is not None:
-            if not self._loss_is_weighted:  # in a training step that the user wrote
-                grads = weighted(list(grads), self._share)
-            if session.size() > 1:
-                grads = zero_without_rows(list(grads), self._share)
-        object.__setattr__(self, "_loss_is_weighted", False)
+        if self._weight is not None:
+            grads = self._weight.weighted_gradients(grads)
         if self._accumulation is not None:
             self._accumulation.begin_batch(grads)
         super().apply(grads, trainable_variables)  # type: ignore[misc]  # a method of the optimizer's own class
