@@ -8,7 +8,7 @@ from typing import Any
 import keras
 
 from sparkhvd.comm import session
-from sparkhvd.keras.exchange import scaled
+from sparkhvd.keras.exchange import is_overwritten, scaled
 
 
 class GradientAccumulation:
@@ -76,12 +76,15 @@ class BatchWeight:
         self._of_loss = self._weight([loss])
         return scaled(loss, self._of_loss)
 
-    def weighted_gradients(self, gradients: Sequence[Any]) -> list[Any]:
-        """Return the gradients of a batch with its weight; None stays None."""
+    def weighted_gradients(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Return the gradients of a batch with its weight; None stays None, and so do new values of variables."""
         weight, self._of_loss = self._of_loss, None
         if weight is None:  # in a training step that the user wrote
             weight = self._weight(gradients)
-            gradients = [scaled(gradient, weight) for gradient in gradients]
+            gradients = [
+                gradient if is_overwritten(variable) else scaled(gradient, weight)
+                for gradient, variable in zip(gradients, variables, strict=True)
+            ]
         elif not _is_accessible(weight):  # the user computes the loss in a graph of its own
             weight = self._weight(gradients)
         return list(gradients) if session.size() == 1 else _zero_unless(weight > 0, gradients)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
 
 from sparkhvd.comm import session
 from sparkhvd.comm.collectives.buffers import ReduceOp
-from sparkhvd.comm.collectives.options import require_compressor
+from sparkhvd.comm.collectives.options import Reduction, require_compressor
 from sparkhvd.comm.process_sets import ProcessSet, exchanges_with
 from sparkhvd.errors import ConfigError, UnsupportedError
 
@@ -62,6 +62,41 @@ def scaled(gradient: Any, factor: Any) -> Any:
 
         return tf.math.scalar_mul(as_dtype(factor, gradient.dtype), gradient)
     return gradient * factor
+
+
+def is_overwritten(variable: Any) -> bool:
+    """Return whether the gradient of a variable is the variable's new value, as in layers that compute in float8."""
+    return bool(getattr(variable, "overwrite_with_gradient", False))
+
+
+def maximum_exchange(name: str, process_set: ProcessSet | None) -> Exchange:
+    """Return a function that replaces tensors with their maxima over the ranks, in order; None stays None."""
+
+    def largest(values: Sequence[Any]) -> list[Any]:
+        present = {f"{name}.{index}": value for index, value in enumerate(values) if value is not None}
+        found = iter(_maxima(present, process_set) if exchanges_with(process_set) else present.values())
+        return [None if value is None else next(found) for value in values]
+
+    return largest
+
+
+def _maxima(by_name: Mapping[str, Any], process_set: ProcessSet | None) -> list[Any]:
+    if keras.config.backend() == "tensorflow":
+        from sparkhvd.tensorflow.operations import reduce_dense  # noqa: PLC0415  (only the backend in use is imported)
+        from sparkhvd.tensorflow.tensors import without_autograph  # noqa: PLC0415
+
+        reduce = without_autograph(reduce_dense)
+        maxima: list[Any] = reduce(
+            list(by_name.values()), Reduction(ReduceOp.MAX), list(by_name), process_set=process_set
+        )
+        return maxima
+    import sparkhvd.torch as hvd  # noqa: PLC0415  (only the backend in use is imported)
+
+    handles = [
+        hvd.allreduce_async(value, op=ReduceOp.MAX, name=name, process_set=process_set)
+        for name, value in by_name.items()
+    ]
+    return [handle.wait() for handle in handles]
 
 
 def set_size(process_set: ProcessSet | None) -> Any:

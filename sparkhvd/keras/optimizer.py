@@ -16,7 +16,7 @@ from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.comm.process_sets import ProcessSet, exchanges_with
 from sparkhvd.errors import ConfigError
 from sparkhvd.keras.batches import BatchWeight, GradientAccumulation
-from sparkhvd.keras.exchange import Exchange, gradient_exchange, scaled, set_size
+from sparkhvd.keras.exchange import Exchange, gradient_exchange, is_overwritten, maximum_exchange, scaled, set_size
 from sparkhvd.keras.loss_scaling import make_ranks_skip_together
 
 
@@ -91,6 +91,7 @@ class ExchangingOptimizer:
     _local: _LocalVariables
     _exchange: Exchange
     _sum_over_ranks: Exchange
+    _maximum_of_ranks: Exchange
     _applied_to: Sequence[Any]  # the variables of the gradients that are being applied
     _weight: BatchWeight | None
     _accumulation: GradientAccumulation | None
@@ -176,6 +177,8 @@ class ExchangingOptimizer:
             f"DistributedOptimizer.{name}.infinite", None, False, ReduceOp.SUM, 1.0, self._settings.process_set
         )
         object.__setattr__(self, "_sum_over_ranks", total)
+        maximum = maximum_exchange(f"DistributedOptimizer.{name}.maximum", self._settings.process_set)
+        object.__setattr__(self, "_maximum_of_ranks", maximum)
 
     def finite_on_all_ranks(self, finite: Any) -> Any:
         """Return whether ``finite``, a scalar tensor of booleans, is true on all ranks; collective."""
@@ -208,7 +211,8 @@ class ExchangingOptimizer:
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
         """Apply the gradients of all ranks."""
         if self._weight is not None:
-            grads = self._weight.weighted_gradients(grads)
+            variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)  # type: ignore[attr-defined]
+            grads, trainable_variables = self._weight.weighted_gradients(grads, variables), variables
         if self._accumulation is not None:
             self._accumulation.begin_batch(grads)
         super().apply(grads, trainable_variables)  # type: ignore[misc]  # a method of the optimizer's own class
@@ -224,7 +228,24 @@ class ExchangingOptimizer:
         else:
             self._accumulation.accumulate(grads, trainable_variables, take_step)
 
-    def _exchanged(self, values: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+    def _overwrite_variables_directly_with_gradients(self, grads: Sequence[Any], variables: Sequence[Any]) -> Any:
+        # In a float8 layer, the new values are the maxima over a rank's rows, and scales that grow with the maxima.
+        grads = list(grads)
+        indices = [
+            index
+            for index, variable in enumerate(variables)
+            if is_overwritten(variable) and id(variable) not in self._local.variables
+        ]
+        if indices:
+            values, overwritten = [grads[index] for index in indices], [variables[index] for index in indices]
+            maxima = self._exchanged(values, overwritten, self._maximum_of_ranks)
+            for index, maximum in zip(indices, maxima, strict=True):
+                grads[index] = maximum
+        return super()._overwrite_variables_directly_with_gradients(grads, variables)  # type: ignore[misc]
+
+    def _exchanged(
+        self, values: Sequence[Any], variables: Sequence[Any], exchange: Exchange | None = None
+    ) -> list[Any]:
         """Exchange a value for each variable, at the variable's position in the optimizer.
 
         Keras leaves out the variables that have no gradient, which may differ between ranks.
@@ -233,7 +254,7 @@ class ExchangingOptimizer:
         all_values: list[Any] = [None] * len(positions)
         for value, variable in zip(values, variables, strict=True):
             all_values[positions[id(variable)]] = value
-        combined = self._exchange(all_values)
+        combined = (exchange or self._exchange)(all_values)
         return [combined[positions[id(variable)]] for variable in variables]
 
     def _clip_gradients(self, grads: Sequence[Any]) -> Any:
