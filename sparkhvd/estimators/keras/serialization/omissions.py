@@ -26,7 +26,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 @dataclass(frozen=True)
 class Omissions:
-    """The omitted properties of a model; layers and variables are in the order of Keras.
+    """The omitted properties of a model; layers are in the order of Keras, weights in that of ``_weights``.
 
     Attributes:
         trained_layers: whether each layer with weights is trained.
@@ -49,7 +49,7 @@ class Omissions:
         decaying = None if getattr(optimizer, "weight_decay", None) is None else optimizer
         return replace(
             cls.of_training(model),
-            decayed=() if decaying is None else tuple(bool(decaying._use_weight_decay(w)) for w in model.weights),  # noqa: SLF001
+            decayed=() if decaying is None else tuple(bool(decaying._use_weight_decay(w)) for w in _weights(model)),  # noqa: SLF001
             attributes=tuple(_attributes(layer) for layer in _layers(model) if is_written_by_user(layer)),
             arguments=tuple(_plain(function_arguments(function)) for function in _losses_and_metrics(model)),
         )
@@ -59,7 +59,7 @@ class Omissions:
         """Return only which layers and weights of ``model`` are trained."""
         return cls(
             tuple(bool(layer.trainable) for layer in _layers(model) if layer.weights),
-            tuple(bool(weight.trainable) for weight in model.weights),
+            tuple(bool(weight.trainable) for weight in _weights(model)),
         )
 
     @classmethod
@@ -73,7 +73,7 @@ class Omissions:
         weighted = [layer for layer in _layers(model) if layer.weights]
         for layer, trained in zip(weighted, self.trained_layers, strict=False):
             layer._trainable = trained  # noqa: SLF001  (the public setter also changes the layers within)
-        for weight, trained in zip(model.weights, self.trained, strict=False):
+        for weight, trained in zip(_weights(model), self.trained, strict=False):
             weight.trainable = trained
         own = [layer for layer in _layers(model) if is_written_by_user(layer)]
         for layer, attributes in zip(own, self.attributes, strict=False):
@@ -89,7 +89,7 @@ class Omissions:
 
     def restore_decay(self, optimizer: keras.optimizers.Optimizer, model: keras.Model) -> None:
         """Exclude the same weights from weight decay as the saved optimizer, in one that was loaded from the file."""
-        excluded = [weight for weight, decayed in zip(model.weights, self.decayed, strict=False) if not decayed]
+        excluded = [weight for weight, decayed in zip(_weights(model), self.decayed, strict=False) if not decayed]
         if excluded:
             # The public method raises an error once the optimizer has been built.
             optimizer._exclude_from_weight_decay = {optimizer._var_key(weight) for weight in excluded}  # noqa: SLF001
@@ -137,6 +137,11 @@ def _plain(arguments: Mapping[str, object] | None) -> Mapping[str, object] | Non
 
 def _layers(model: keras.Model) -> list[keras.Layer]:
     return list(model._flatten_layers())  # noqa: SLF001  (no public way to list nested layers)
+
+
+def _weights(model: keras.Model) -> list[keras.Variable]:
+    """Return the weights in an order that a file keeps: a loaded float8 layer has its scales before its kernel."""
+    return sorted(model.weights, key=lambda weight: bool(getattr(weight, "overwrite_with_gradient", False)))
 
 
 @contextmanager
