@@ -265,35 +265,10 @@ def _package(params: Mapping[str, Any]) -> Package:
     reject_multi_optimizer(optimizer)
     _reject_foreign_losses(params["loss"])
     _reject_other_reductions(params["loss"], weighted=params.get("sample_weight_col") is not None)
-    for callback in params["callbacks"] or ():
-        if not isinstance(callback, keras.callbacks.Callback):
-            raise ParamError(
-                f"callbacks holds a {type(callback).__name__}; each callback of KerasEstimator must be a "
-                "keras.callbacks.Callback."
-            )
-        if isinstance(callback, keras.callbacks.BackupAndRestore):
-            raise ParamError(
-                "callbacks holds a BackupAndRestore, with which every rank would write and resume from a backup of its "
-                "own, and might skip epochs. Leave it out; with store and run_id, fit itself resumes."
-            )
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or model.dtype_policy.name == "mixed_float16":
-        raise ParamError(
-            "KerasEstimator does not support loss scaling, which 'mixed_float16' requires. Build the model under "
-            "'mixed_bfloat16', which needs no loss scaling."
-        )
+    _check_callbacks(params["callbacks"] or ())
+    _reject_loss_scaling(model, optimizer)
     _reject_stateful_layers(model)
-    scheduled = isinstance(optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule)  # noqa: SLF001
-    if params.get("scale_lr") and scheduled:
-        raise ParamError(
-            "scale_lr=True needs a constant learning rate, but the optimizer has a learning rate schedule. Scale the "
-            "rates in the schedule instead."
-        )
-    passes, accumulated = params.get("backward_passes_per_step", 1), optimizer.gradient_accumulation_steps
-    if passes != 1 and accumulated:
-        raise ParamError(
-            f"backward_passes_per_step={passes} and the optimizer's gradient_accumulation_steps={accumulated} both "
-            "accumulate gradients; set only one of them."
-        )
+    _check_rate_and_accumulation(params, optimizer)
     own = typed_params(KerasParams, params)
     schema = own.schema
     # If a transformation_fn turns text into numbers, the ranks plan the inputs after they have called it.
@@ -320,6 +295,50 @@ def _package(params: Mapping[str, Any]) -> Package:
         omissions=Omissions.of(model, optimizer),
         lora=tuple(keras.ops.convert_to_numpy(weight) for weight in chain(*lora_weights(model))),
     )
+
+
+def _check_callbacks(callbacks: Sequence[object]) -> None:
+    import keras  # noqa: PLC0415
+
+    for callback in callbacks:
+        if not isinstance(callback, keras.callbacks.Callback):
+            raise ParamError(
+                f"callbacks holds a {type(callback).__name__}; each callback of KerasEstimator must be a "
+                "keras.callbacks.Callback."
+            )
+        if isinstance(callback, keras.callbacks.BackupAndRestore):
+            raise ParamError(
+                "callbacks holds a BackupAndRestore, with which every rank would write and resume from a backup of its "
+                "own, and might skip epochs. Leave it out; with store and run_id, fit itself resumes."
+            )
+
+
+def _reject_loss_scaling(model: keras.Model, optimizer: keras.optimizers.Optimizer) -> None:
+    import keras  # noqa: PLC0415
+
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or model.dtype_policy.name == "mixed_float16":
+        raise ParamError(
+            "KerasEstimator does not support loss scaling, which 'mixed_float16' requires. Build the model under "
+            "'mixed_bfloat16', which needs no loss scaling."
+        )
+
+
+def _check_rate_and_accumulation(params: Mapping[str, Any], optimizer: keras.optimizers.Optimizer) -> None:
+    """Check ``scale_lr`` and ``backward_passes_per_step``, which not every optimizer allows."""
+    import keras  # noqa: PLC0415
+
+    scheduled = isinstance(optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule)  # noqa: SLF001
+    if params.get("scale_lr") and scheduled:
+        raise ParamError(
+            "scale_lr=True needs a constant learning rate, but the optimizer has a learning rate schedule. Scale the "
+            "rates in the schedule instead."
+        )
+    passes, accumulated = params.get("backward_passes_per_step", 1), optimizer.gradient_accumulation_steps
+    if passes != 1 and accumulated:
+        raise ParamError(
+            f"backward_passes_per_step={passes} and the optimizer's gradient_accumulation_steps={accumulated} both "
+            "accumulate gradients; set only one of them."
+        )
 
 
 def _loss_weights(weights: object) -> object:
