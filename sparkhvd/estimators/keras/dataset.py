@@ -64,7 +64,11 @@ class BatchDataset(keras.utils.PyDataset):  # type: ignore[misc]  # keras has no
     def __len__(self) -> int:
         if self._batches_left is not None:
             return self._batches_left
-        return self._source.steps() - self.first_step
+        return self.steps() - self.first_step
+
+    def steps(self) -> int:
+        """Return the number of batches of a whole epoch."""
+        return self._source.steps()
 
     def begins_within(self) -> bool:
         """Return whether the epochs begin within an epoch of the run."""

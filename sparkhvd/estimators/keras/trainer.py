@@ -181,34 +181,26 @@ class KerasTrainer:
     @_on_own_device
     def fit(self, train: BatchSource, val: BatchSource | None, hooks: TrainHooks) -> None:
         """Train from ``hooks.first_epoch`` to the last epoch, or until a hook or a callback stops it; collective."""
-        optimizer = DistributedOptimizer(
-            self._model.optimizer, sparse_as_dense=True, compression=self._package.gradient_compression()
-        )
-        if not optimizer.built:
-            optimizer.build(self._model.trainable_variables)
-        broadcast_variables([*self._model.variables, *optimizer.variables])
-        passes = self._spec.backward_passes_per_step
+        optimizer = self._distributed_optimizer()
         ports, sample = (self._package.inputs, self._package.outputs), self._spec.sample
-        data = BatchDataset(train, *ports, passes, sample)
+        data = BatchDataset(train, *ports, self._spec.backward_passes_per_step, sample)
         validation = None if val is None else BatchDataset(val, *ports, sample=sample)
         current = CurrentBatch()
         sync_layers = _sync_layers(self._model)
         self._weight_by_rows(optimizer, sync_layers, current)
+        divide_over_ranks(self._model, current)
         seeds = RandomStates(self._model, self._spec, session.current().world.rank, hooks)
         sums = getattr(optimizer, "_accumulated_gradients", ())  # exists if gradient_accumulation_steps is set
-        statistics = LayerStatistics(self._model, seeds.variables, self._buffers, sums)
         checkpoint_callback = self._package.checkpoint_callback
-        saves_within_epoch = checkpoint_callback is not None and checkpoint_callback.save_freq != "epoch"
-        divide_over_ranks(self._model, current)
         begin = _EpochBegin(
             data,
             validation,
             sync_layers,
             seeds,
-            statistics,
+            LayerStatistics(self._model, seeds.variables, self._buffers, sums),
             current,
             self._graph_flags,
-            saves_within_epoch,
+            checkpoint_callback is not None and checkpoint_callback.save_freq != "epoch",
             hooks.metrics[session.current().world.rank :: session.current().world.size],
         )
         end = _EpochEnd(begin, data, hooks, self, seeds)
@@ -218,35 +210,9 @@ class KerasTrainer:
             [begin, *self._package.callbacks, *own, end], self._model, self._restore_checkpoint, _last_logs(hooks)
         )
         callbacks.begin_fit(self._spec.epochs, len(data))
-
-        def fit(first: int, last: int, batches_before: int | None = None) -> None:
-            begin.batches_before = batches_before or 0
-            callbacks.begin_fit(self._spec.epochs, len(data), batches_before)
-            with _unwrapped_collective_errors():
-                self._model.fit(
-                    as_input_of_fit(data),
-                    validation_data=None if validation is None else as_input_of_fit(validation),
-                    initial_epoch=first,
-                    epochs=last,
-                    callbacks=callbacks,
-                    shuffle=False,
-                    verbose=0,
-                )
-
-        # Keras would finalize the variables after every fit(), even if more fits follow; ``_end`` does it instead.
-        object.__setattr__(optimizer, "finalize_variable_values", lambda _variables: None)
-        for callback in self._swap_callbacks():  # it would replace the weights with their averages after the last epoch
-            callback._finalize_ema_values = lambda: None  # noqa: SLF001
-        first, left = hooks.first_epoch, hooks.first_epoch_batches
+        self._leave_averages_to_end(optimizer)
         try:
-            if first < self._spec.epochs and (hooks.first_step or left is not None):
-                # Keras reads the number of batches per epoch once per fit(), and this epoch has fewer.
-                data.begin_within(hooks.first_step, left)
-                fit(first, first + 1, hooks.first_step if left is None else max(train.steps() - left, 0))
-                data.begin_within(0, None)
-                first = self._spec.epochs if end.ended else first + 1
-            if first < self._spec.epochs:
-                fit(first, self._spec.epochs)
+            self._train(hooks, begin, end, callbacks)
             self._end(callbacks)
         finally:
             current.end()  # the functions of TensorFlow's graphs, which stay in memory, refer to it
@@ -256,6 +222,57 @@ class KerasTrainer:
             if validation is not None:
                 validation.close()
         hooks.on_train_end(self)
+
+    def _train(self, hooks: TrainHooks, begin: _EpochBegin, end: _EpochEnd, callbacks: TrainingCallbackList) -> None:
+        """Train the rest of an interrupted epoch, if there is one, and then all further epochs."""
+        data, first, left = begin.data, hooks.first_epoch, hooks.first_epoch_batches
+        if first < self._spec.epochs and (hooks.first_step or left is not None):
+            # Keras reads the number of batches per epoch once per fit(), and this epoch has fewer.
+            data.begin_within(hooks.first_step, left)
+            before = hooks.first_step if left is None else max(data.steps() - left, 0)
+            self._train_epochs(first, first + 1, begin, callbacks, before)
+            data.begin_within(0, None)
+            first = self._spec.epochs if end.ended else first + 1
+        if first < self._spec.epochs:
+            self._train_epochs(first, self._spec.epochs, begin, callbacks)
+
+    def _train_epochs(
+        self,
+        first: int,
+        last: int,
+        begin: _EpochBegin,
+        callbacks: TrainingCallbackList,
+        batches_before: int | None = None,
+    ) -> None:
+        """Train the epochs from ``first`` to ``last``, exclusive; see ``TrainingCallbackList.begin_fit``."""
+        begin.batches_before = batches_before or 0
+        callbacks.begin_fit(self._spec.epochs, len(begin.data), batches_before)
+        with _unwrapped_collective_errors():
+            self._model.fit(
+                as_input_of_fit(begin.data),
+                validation_data=None if begin.validation is None else as_input_of_fit(begin.validation),
+                initial_epoch=first,
+                epochs=last,
+                callbacks=callbacks,
+                shuffle=False,
+                verbose=0,
+            )
+
+    def _distributed_optimizer(self) -> keras.optimizers.Optimizer:
+        """Return the model's optimizer, distributed and built, after all ranks have the same variables; collective."""
+        optimizer = DistributedOptimizer(
+            self._model.optimizer, sparse_as_dense=True, compression=self._package.gradient_compression()
+        )
+        if not optimizer.built:
+            optimizer.build(self._model.trainable_variables)
+        broadcast_variables([*self._model.variables, *optimizer.variables])
+        return optimizer
+
+    def _leave_averages_to_end(self, optimizer: keras.optimizers.Optimizer) -> None:
+        """Keep Keras from replacing weights with their averages after every ``fit``; ``_end`` does it instead."""
+        object.__setattr__(optimizer, "finalize_variable_values", lambda _variables: None)
+        for callback in self._swap_callbacks():  # it would replace the weights with their averages after the last epoch
+            callback._finalize_ema_values = lambda: None  # noqa: SLF001
 
     def _weight_by_rows(
         self, optimizer: keras.optimizers.Optimizer, sync_layers: Sequence[keras.Layer], current: CurrentBatch
@@ -357,8 +374,8 @@ class _EpochBegin(keras.callbacks.Callback):  # type: ignore[misc]  # keras has 
         self.metrics = _EpochMetrics()
         # Statistics over all ranks' rows; they must change in this rank's empty steps, too.
         self._shared = {id(variable) for layer in sync_layers for variable in layer.non_trainable_variables}
-        self._data = data
-        self._validation = validation
+        self.data = data
+        self.validation = validation
         self._saved: list[tuple[keras.Variable, npt.NDArray[np.generic]]] = []
         self._saved_buffers: dict[str, npt.NDArray[np.generic]] = {}
         self._summed: dict[str, float] = {}
@@ -373,7 +390,7 @@ class _EpochBegin(keras.callbacks.Callback):  # type: ignore[misc]  # keras has 
         self._shared.update(map(id, variables_independent_of_rows(model)))
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:  # noqa: ARG002
-        self._data.epoch = epoch
+        self.data.epoch = epoch
         self._seeds.begin_epoch(epoch)
         self._equal_rows = 0
         self._started = self.step_ended = time.monotonic()
@@ -383,43 +400,43 @@ class _EpochBegin(keras.callbacks.Callback):  # type: ignore[misc]  # keras has 
         batch -= self.batches_before
         self._seeds.begin_batch()
         if batch == 0:  # Keras has reset the metrics
-            self.sums.begin(self._earlier_metrics if self._data.begins_within() else ())
-        self._save_variables(batch, self._data)
-        self._current.begin(self._data, batch)
+            self.sums.begin(self._earlier_metrics if self.data.begins_within() else ())
+        self._save_variables(batch, self.data)
+        self._current.begin(self.data, batch)
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:  # noqa: ARG002
         batch -= self.batches_before
         self.graph_flags.end_batch()
         self._current.end()
-        self._restore_variables(batch, self._data)
-        self._data_wait += self._data.waited(batch, self.step_ended)
-        last = batch == len(self._data) - 1
+        self._restore_variables(batch, self.data)
+        self._data_wait += self.data.waited(batch, self.step_ended)
+        last = batch == len(self.data) - 1
         if last or self._saves_within_epoch:
             self.equalize(batch)
         if last:
             self.metrics.times = self._times()
-            self.sums.sum_over_ranks(f"epoch {self._data.epoch} metrics")  # Keras then computes the logs from them
+            self.sums.sum_over_ranks(f"epoch {self.data.epoch} metrics")  # Keras then computes the logs from them
             self._summed = summed_results(self.model)
 
     def equalize(self, batch: int) -> None:
         """Synchronize the statistics of the model's layers over the ranks after a batch; collective."""
-        rows = self._data.rows_until(batch)
-        self._statistics.equalize(rows - self._equal_rows, f"epoch {self._data.epoch} statistics after {batch}")
+        rows = self.data.rows_until(batch)
+        self._statistics.equalize(rows - self._equal_rows, f"epoch {self.data.epoch} statistics after {batch}")
         self._equal_rows = rows
 
     def on_test_batch_begin(self, batch: int, logs: Logs = None) -> None:  # noqa: ARG002
-        if self._validation is not None:
+        if self.validation is not None:
             if batch == 0:
                 self.sums.begin()
-            self._save_variables(batch, self._validation)
-            self._current.begin(self._validation, batch)
+            self._save_variables(batch, self.validation)
+            self._current.begin(self.validation, batch)
 
     def on_test_batch_end(self, batch: int, logs: Logs = None) -> None:  # noqa: ARG002
         self._current.end()
-        if self._validation is not None:
-            self._restore_variables(batch, self._validation)
-            if batch == len(self._validation) - 1:
-                self.sums.sum_over_ranks(f"epoch {self._data.epoch} validation metrics")
+        if self.validation is not None:
+            self._restore_variables(batch, self.validation)
+            if batch == len(self.validation) - 1:
+                self.sums.sum_over_ranks(f"epoch {self.data.epoch} validation metrics")
                 self._summed |= {f"val_{name}": value for name, value in summed_results(self.model).items()}
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
@@ -429,7 +446,7 @@ class _EpochBegin(keras.callbacks.Callback):  # type: ignore[misc]  # keras has 
         """
         logs = {} if logs is None else logs
         logs.update({name: value for name, value in self._summed.items() if name in logs})
-        rows = {"train": self._data.rows, "val": self._validation.rows if self._validation is not None else 0}
+        rows = {"train": self.data.rows, "val": self.validation.rows if self.validation is not None else 0}
         names = sorted(logs)
         counts = [rows["val" if name.startswith("val_") else "train"] for name in names]
         sums = [as_number(logs[name]) * count if count else 0.0 for name, count in zip(names, counts, strict=True)]
