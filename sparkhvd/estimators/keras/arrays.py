@@ -1,12 +1,18 @@
-"""Arrays as bytes, the form in which checkpoints hold the state of Keras."""
+"""The values of variables as arrays, and arrays as bytes, the form in which checkpoints hold the state of Keras."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Mapping
 
+import keras
 import numpy as np
 import numpy.typing as npt
+
+
+def value_of(variable: keras.Variable) -> npt.NDArray[np.generic]:
+    """Return a copy of the value of a variable."""
+    return np.array(keras.ops.convert_to_numpy(variable))
 
 
 def arrays_to_bytes(arrays: Mapping[str, npt.NDArray[np.generic]]) -> bytes:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from keras.src.random.seed_generator import global_seed_generator  # Keras does not export it
 
-from sparkhvd.estimators.keras.arrays import arrays_from_bytes, arrays_to_bytes
+from sparkhvd.estimators.keras.arrays import arrays_from_bytes, arrays_to_bytes, value_of
 from sparkhvd.estimators.plugin import TrainHooks, TrainSpec
 from sparkhvd.keras.variables import seed_states
 
@@ -73,8 +73,8 @@ class RandomStates:
 
     def state(self) -> bytes:
         """Return the states of this rank, for ``StepReport``."""
-        own = {str(index): _value(variable) for index, variable in enumerate(self.variables)}
-        common = {"keras": _value(global_seed_generator().state), **_process_states(), **_backend_states()}
+        own = {str(index): value_of(variable) for index, variable in enumerate(self.variables)}
+        common = {"keras": value_of(global_seed_generator().state), **_process_states(), **_backend_states()}
         return arrays_to_bytes(own | common)
 
 
@@ -141,8 +141,4 @@ def _tensorflow_generator(seed: int = 0) -> Any:
 
 
 def _assign(variable: keras.Variable, state: npt.NDArray[np.generic]) -> None:
-    variable.assign(state.astype(_value(variable).dtype))
-
-
-def _value(variable: keras.Variable) -> npt.NDArray[np.generic]:
-    return np.array(keras.ops.convert_to_numpy(variable))
+    variable.assign(state.astype(value_of(variable).dtype))

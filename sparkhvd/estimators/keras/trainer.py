@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
@@ -17,10 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from sparkhvd.comm import session
-from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.data.read.batches import BatchSource
 from sparkhvd.errors import ParamError
-from sparkhvd.estimators.keras.arrays import arrays_from_bytes, arrays_to_bytes
+from sparkhvd.estimators.keras.arrays import arrays_from_bytes, arrays_to_bytes, value_of
 from sparkhvd.estimators.keras.callback_list import TrainingCallbackList
 from sparkhvd.estimators.keras.callback_states import (
     append_to_files,
@@ -30,8 +27,8 @@ from sparkhvd.estimators.keras.callback_states import (
 )
 from sparkhvd.estimators.keras.dataset import BatchDataset, as_input_of_fit
 from sparkhvd.estimators.keras.divisors import CurrentBatch, divide_over_ranks
+from sparkhvd.estimators.keras.epoch_callbacks import EpochBeginCallback, EpochEndCallback
 from sparkhvd.estimators.keras.graph_flags import GraphFlags
-from sparkhvd.estimators.keras.metrics import Logs, MetricSums, as_number, summed_results
 from sparkhvd.estimators.keras.module_buffers import ModuleBuffers
 from sparkhvd.estimators.keras.randomness import RandomStates
 from sparkhvd.estimators.keras.serialization import artifact
@@ -42,9 +39,8 @@ from sparkhvd.estimators.keras.serialization.package import (
     reject_own_optimizers,
 )
 from sparkhvd.estimators.keras.serialization.saving import CheckpointFilesCallback
-from sparkhvd.estimators.keras.statistics import LayerStatistics, variables_independent_of_rows
-from sparkhvd.estimators.plugin import Trainer, TrainHooks, TrainSpec
-from sparkhvd.estimators.reports import EpochReport, StepReport, StepTimes
+from sparkhvd.estimators.keras.statistics import LayerStatistics
+from sparkhvd.estimators.plugin import TrainHooks, TrainSpec
 from sparkhvd.keras.optimizer import DistributedOptimizer, ExchangingOptimizer
 from sparkhvd.keras.variables import broadcast_variables
 from sparkhvd.world import World
@@ -94,15 +90,15 @@ class KerasTrainer:
 
     def state(self) -> bytes:
         """Return the values of the model's variables and buffers, and the states of optimizers and callbacks."""
-        arrays = {f"model.{i}": _value(v) for i, v in enumerate(self._model.variables)}
-        arrays |= {f"optimizer.{i}": _value(v) for i, v in enumerate(self._model.optimizer.variables)}
+        arrays = {f"model.{i}": value_of(v) for i, v in enumerate(self._model.variables)}
+        arrays |= {f"optimizer.{i}": value_of(v) for i, v in enumerate(self._model.optimizer.variables)}
         arrays |= {f"buffer.{name}": values for name, values in self._buffers.values().items()}
         index_by_id = {id(variable): index for index, variable in enumerate(self._model.variables)}
         for name, optimizer in self._additional_optimizers().items():
             trained = [index_by_id.get(id(v), -1) for v in optimizer._trainable_variables] if optimizer.built else []  # noqa: SLF001
             if trained and min(trained) >= 0:
                 arrays[f"trained by {name}"] = np.array(trained)
-                arrays |= {f"{name}.{i}": _value(v) for i, v in enumerate(optimizer.variables)}
+                arrays |= {f"{name}.{i}": value_of(v) for i, v in enumerate(optimizer.variables)}
         swapped = np.array([callback._ema_weights_in_model for callback in self._swap_callbacks()])  # noqa: SLF001
         arrays |= callback_states(self._package.callbacks)
         names = np.array(_variable_names(self._model.optimizer))
@@ -192,7 +188,7 @@ class KerasTrainer:
         seeds = RandomStates(self._model, self._spec, session.current().world.rank, hooks)
         sums = getattr(optimizer, "_accumulated_gradients", ())  # exists if gradient_accumulation_steps is set
         checkpoint_callback = self._package.checkpoint_callback
-        begin = _EpochBegin(
+        begin = EpochBeginCallback(
             data,
             validation,
             sync_layers,
@@ -203,7 +199,7 @@ class KerasTrainer:
             checkpoint_callback is not None and checkpoint_callback.save_freq != "epoch",
             hooks.metrics[session.current().world.rank :: session.current().world.size],
         )
-        end = _EpochEnd(begin, data, hooks, self, seeds)
+        end = EpochEndCallback(begin, data, hooks, self, seeds)
         saving = self._file_saving_callback(hooks)
         own = () if saving is None else saving.callbacks
         callbacks = TrainingCallbackList(
@@ -223,7 +219,9 @@ class KerasTrainer:
                 validation.close()
         hooks.on_train_end(self)
 
-    def _train(self, hooks: TrainHooks, begin: _EpochBegin, end: _EpochEnd, callbacks: TrainingCallbackList) -> None:
+    def _train(
+        self, hooks: TrainHooks, begin: EpochBeginCallback, end: EpochEndCallback, callbacks: TrainingCallbackList
+    ) -> None:
         """Train the rest of an interrupted epoch, if there is one, and then all further epochs."""
         data, first, left = begin.data, hooks.first_epoch, hooks.first_epoch_batches
         if first < self._spec.epochs and (hooks.first_step or left is not None):
@@ -240,7 +238,7 @@ class KerasTrainer:
         self,
         first: int,
         last: int,
-        begin: _EpochBegin,
+        begin: EpochBeginCallback,
         callbacks: TrainingCallbackList,
         batches_before: int | None = None,
     ) -> None:
@@ -335,214 +333,7 @@ class KerasTrainer:
         if factor == 1.0:
             return
         optimizer = self._model.optimizer
-        optimizer.learning_rate = float(_value(optimizer.learning_rate)) * factor
-
-
-@dataclass
-class _EpochMetrics:
-    """The metrics of one epoch on this rank."""
-
-    train: dict[str, tuple[float, int]] = field(default_factory=dict)
-    validation: dict[str, tuple[float, int]] = field(default_factory=dict)
-    times: StepTimes = field(default_factory=StepTimes)
-
-
-class _EpochBegin(keras.callbacks.Callback):  # type: ignore[misc]  # keras has no types
-    """Runs before the user's callbacks: sets the epoch, undoes empty steps, and averages the logs over all ranks."""
-
-    def __init__(  # noqa: PLR0917
-        self,
-        data: BatchDataset,
-        validation: BatchDataset | None,
-        sync_layers: list[keras.Layer],
-        seeds: RandomStates,
-        statistics: LayerStatistics,
-        current: CurrentBatch,
-        graph_flags: GraphFlags,
-        saves_within_epoch: bool,
-        earlier_metrics: Sequence[bytes],
-    ) -> None:
-        super().__init__()
-        self._earlier_metrics = earlier_metrics  # the metric states that this rank takes over in a resumed epoch
-        self._statistics = statistics
-        self._current = current
-        self.graph_flags = graph_flags
-        self._equal_rows = 0  # this rank's rows in the epoch at the last synchronization of the statistics
-        self._saves_within_epoch = saves_within_epoch  # whether the model may be saved after any batch
-        self._seeds = seeds
-        self.batches_before = 0  # batches of the epoch that were trained before this run resumed within it
-        self.metrics = _EpochMetrics()
-        # Statistics over all ranks' rows; they must change in this rank's empty steps, too.
-        self._shared = {id(variable) for layer in sync_layers for variable in layer.non_trainable_variables}
-        self.data = data
-        self.validation = validation
-        self._saved: list[tuple[keras.Variable, npt.NDArray[np.generic]]] = []
-        self._saved_buffers: dict[str, npt.NDArray[np.generic]] = {}
-        self._summed: dict[str, float] = {}
-        self._started = self._data_wait = 0.0
-        self._waits = session.current().channel().waits
-        self._communicated = 0.0  # seconds of communication before the epoch
-        self.step_ended = 0.0
-
-    def set_model(self, model: keras.Model) -> None:
-        super().set_model(model)
-        self.sums = MetricSums(model)
-        self._shared.update(map(id, variables_independent_of_rows(model)))
-
-    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:  # noqa: ARG002
-        self.data.epoch = epoch
-        self._seeds.begin_epoch(epoch)
-        self._equal_rows = 0
-        self._started = self.step_ended = time.monotonic()
-        self._data_wait, self._communicated = 0.0, self._waits.seconds
-
-    def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:  # noqa: ARG002
-        batch -= self.batches_before
-        self._seeds.begin_batch()
-        if batch == 0:  # Keras has reset the metrics
-            self.sums.begin(self._earlier_metrics if self.data.begins_within() else ())
-        self._save_variables(batch, self.data)
-        self._current.begin(self.data, batch)
-
-    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:  # noqa: ARG002
-        batch -= self.batches_before
-        self.graph_flags.end_batch()
-        self._current.end()
-        self._restore_variables(batch, self.data)
-        self._data_wait += self.data.waited(batch, self.step_ended)
-        last = batch == len(self.data) - 1
-        if last or self._saves_within_epoch:
-            self.equalize(batch)
-        if last:
-            self.metrics.times = self._times()
-            self.sums.sum_over_ranks(f"epoch {self.data.epoch} metrics")  # Keras then computes the logs from them
-            self._summed = summed_results(self.model)
-
-    def equalize(self, batch: int) -> None:
-        """Synchronize the statistics of the model's layers over the ranks after a batch; collective."""
-        rows = self.data.rows_until(batch)
-        self._statistics.equalize(rows - self._equal_rows, f"epoch {self.data.epoch} statistics after {batch}")
-        self._equal_rows = rows
-
-    def on_test_batch_begin(self, batch: int, logs: Logs = None) -> None:  # noqa: ARG002
-        if self.validation is not None:
-            if batch == 0:
-                self.sums.begin()
-            self._save_variables(batch, self.validation)
-            self._current.begin(self.validation, batch)
-
-    def on_test_batch_end(self, batch: int, logs: Logs = None) -> None:  # noqa: ARG002
-        self._current.end()
-        if self.validation is not None:
-            self._restore_variables(batch, self.validation)
-            if batch == len(self.validation) - 1:
-                self.sums.sum_over_ranks(f"epoch {self.data.epoch} validation metrics")
-                self._summed |= {f"val_{name}": value for name, value in summed_results(self.model).items()}
-
-    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        """Replace the logs, which callbacks read, with the means over the rows of all ranks; collective.
-
-        Logs of summed metrics are equal on all ranks and keep their values.
-        """
-        logs = {} if logs is None else logs
-        logs.update({name: value for name, value in self._summed.items() if name in logs})
-        rows = {"train": self.data.rows, "val": self.validation.rows if self.validation is not None else 0}
-        names = sorted(logs)
-        counts = [rows["val" if name.startswith("val_") else "train"] for name in names]
-        sums = [as_number(logs[name]) * count if count else 0.0 for name, count in zip(names, counts, strict=True)]
-        pairs = dict(zip(names, zip(sums, counts, strict=True), strict=True))
-        self.metrics.train = {name: pair for name, pair in pairs.items() if not name.startswith("val_")}
-        self.metrics.validation = {n.removeprefix("val_"): p for n, p in pairs.items() if n.startswith("val_")}
-        totals = session.current().allreduce(
-            np.array([sums, counts], np.float64), ReduceOp.SUM, name=f"epoch {epoch} logs"
-        )
-        logs.update(zip(names, (totals[0] / np.maximum(totals[1], 1)).tolist(), strict=True))
-
-    def _times(self) -> StepTimes:
-        """Return the times of the epoch's steps, which Keras' own loop does not measure."""
-        total = time.monotonic() - self._started
-        communicated = self._waits.seconds - self._communicated
-        return StepTimes(self._data_wait, max(total - self._data_wait - communicated, 0.0), communicated)
-
-    def _save_variables(self, batch: int, data: BatchDataset) -> None:
-        """If the step may be empty, save the variables that an empty step must not change; copies take time."""
-        self._saved, self._saved_buffers = [], {}
-        if data.may_be_empty(batch):
-            model = self.model
-            own = [variable for variable in model.non_trainable_variables if id(variable) not in self._shared]
-            self._saved = [(variable, _value(variable)) for variable in (*model.metrics_variables, *own)]
-            self._saved_buffers = self._statistics.buffers.values()
-
-    def _restore_variables(self, batch: int, data: BatchDataset) -> None:
-        if data.was_empty(batch):
-            for variable, value in self._saved:
-                variable.assign(value)
-            self._statistics.buffers.restore(self._saved_buffers)
-        self._saved, self._saved_buffers = [], {}
-
-
-class _EpochEnd(keras.callbacks.Callback):  # type: ignore[misc]
-    """Runs after the user's callbacks, so that the checkpoint contains their changes."""
-
-    def __init__(
-        self, begin: _EpochBegin, data: BatchDataset, hooks: TrainHooks, trainer: Trainer, seeds: RandomStates
-    ) -> None:
-        super().__init__()
-        self._seeds = seeds
-        self._logs: dict[str, float] = {}  # the logs of this rank's last step with rows in the epoch
-        self._wants_end = False
-        self.ended = False
-        self._begin = begin
-        self._data = data
-        self._hooks = hooks
-        self._trainer = trainer
-
-    def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:  # noqa: ARG002
-        self._begin.graph_flags.begin_batch()
-
-    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
-        """Report the end of a step to the hooks; the logs are means over this rank's rows in the epoch so far."""
-        batch -= self._begin.batches_before
-        # A rank that stopped within the epoch would leave the other ranks waiting.
-        self._wants_end = self._wants_end or bool(self.model.stop_training)
-        self.model.stop_training = False
-        if self._data.is_end_of_step(batch):
-            self._report(batch, logs)
-        self._begin.step_ended = time.monotonic()
-
-    def _report(self, batch: int, logs: Logs) -> None:
-        data = self._data
-        rows, is_empty, metric_sums = data.rows_until(batch), data.was_empty(batch), self._begin.sums
-        if not is_empty or not rows:  # the logs of an empty step count its placeholder row
-            self._logs = dict(logs or {})
-        values = self._logs
-
-        def sums() -> dict[str, tuple[float, int]]:
-            means = {} if metric_sums.cover(values) else values
-            return {name: (as_number(value) * rows if rows else 0.0, rows) for name, value in means.items()}
-
-        def metrics() -> bytes:
-            return metric_sums.state() if metric_sums.cover(values) else b""
-
-        loss = None if is_empty or "loss" not in values else float(values["loss"])
-        step = data.first_step + batch + 1
-
-        def rank_state() -> bytes:
-            self._begin.equalize(batch)  # every rank calls this before rank 0 keeps the model
-            return self._seeds.state()
-
-        steps = data.first_step + len(data)
-        report = StepReport(data.epoch, step, steps, loss, sums, rank_state, metrics=metrics, wants_end=self._wants_end)
-        self._hooks.on_step_end(report, self._trainer)
-
-    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:  # noqa: ARG002
-        metrics = self._begin.metrics
-        wants_end = self._wants_end or bool(self.model.stop_training)
-        report = EpochReport(
-            epoch, metrics.train, metrics.validation, metrics.times, len(self._data), lambda _record: wants_end
-        )
-        self.ended = not self._hooks.on_epoch_end(report, self._trainer)
-        self.model.stop_training = self.ended
+        optimizer.learning_rate = float(value_of(optimizer.learning_rate)) * factor
 
 
 def _last_logs(hooks: TrainHooks) -> dict[str, float]:
@@ -637,7 +428,3 @@ def _sync_layers(model: keras.Model) -> list[keras.Layer]:
 
     layers = model._flatten_layers(include_self=False)  # noqa: SLF001  (no public way to list nested layers)
     return [layer for layer in layers if isinstance(layer, SyncBatchNormalization)]
-
-
-def _value(variable: keras.Variable) -> npt.NDArray[np.generic]:
-    return np.array(keras.ops.convert_to_numpy(variable))
