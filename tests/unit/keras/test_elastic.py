@@ -8,13 +8,7 @@ import pytest
 
 import sparkhvd.keras as hvd
 from sparkhvd.errors import ConfigError, MismatchError
-from tests.unit.keras.test_training import fitted, network, ranks_with, rows
-
-
-@pytest.fixture(scope="module", params=["tensorflow", "torch"])
-def group(request):
-    with ranks_with(request.param) as started:
-        yield started
+from tests.unit.keras.networks import fitted, network, rows
 
 
 def follow_a_new_optimizer():
