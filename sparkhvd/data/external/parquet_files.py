@@ -16,8 +16,6 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from sparkhvd._util.counts import counted
 from sparkhvd.data.external import petastorm_schema
 from sparkhvd.data.external.folder_layout import partition_columns, shown_files, visible_files
@@ -26,7 +24,7 @@ from sparkhvd.data.prepare.footers import Footer, LeafFacts, read_footers
 from sparkhvd.data.prepare.prepared_data import with_columns
 from sparkhvd.data.prepare.stats import too_few_rows
 from sparkhvd.data.reuse import leases
-from sparkhvd.data.schema import arrow_types, codecs, columns
+from sparkhvd.data.schema import arrow_types, calendars, codecs, columns
 from sparkhvd.data.schema.data_schema import NUMBERS, ColumnSpec, DataSchema, Fill, Role
 from sparkhvd.data.schema.manifest import DataFile, Manifest, Split, load
 from sparkhvd.data.schema.selection import RESERVED_PREFIX, completed, no_such_column
@@ -43,12 +41,6 @@ logger = logging.getLogger(__name__)
 
 _MANIFEST = "manifest.json"
 _PATTERN = re.compile(r"[*?{\[]")
-# The first day on which Spark's Julian and Gregorian calendars agree, by type; for timestamps, in every time zone.
-_FIRST_DAY_IN_BOTH_CALENDARS = {
-    "datetime64[D]": "1582-10-15",
-    "datetime64[us]": "1900-01-01",
-    "datetime64[ms]": "1900-01-01",
-}
 _SEARCH_ROWS = 16  # the rows per read in the search for a value that is not NULL
 # Formats with a log in their folder that alone defines which Parquet files are current: Spark's name of the format, a
 # description, and the path of the log.
@@ -434,23 +426,11 @@ def _check(store: Store, footer: Footer, first: Footer, schema: DataSchema) -> N
                 f"{own_type or 'missing'} in {url}; all files must have the same columns."
             )
         own_leaves = leaves.get(".".join(column.path), [])
-        if footer.is_julian:
-            _check_calendar(column, own_leaves, url)
+        for leaf in own_leaves:
+            if leaf.path in footer.julian and leaf.low is not None:
+                calendars.check_calendar(column, leaf.low, url)
         if column.kind != "vector" and len(own_leaves) == 1:
             _check_leaf(column, own_leaves[0], footer.row_groups, url)
-
-
-def _check_calendar(column: ColumnSpec, leaves: Iterable[LeafFacts], url: str) -> None:
-    """Refuse old dates and times in the Julian calendar, which only Spark converts."""
-    first_common_day = _FIRST_DAY_IN_BOTH_CALENDARS.get(column.dtype)
-    for leaf in leaves:
-        if first_common_day is not None and leaf.low is not None and leaf.low < np.datetime64(first_common_day):
-            raise DataError(
-                f"Column {column.name!r} ({column.role}) has values before {first_common_day} in {url}, "
-                "which Spark wrote in the Julian calendar (before Spark 3.0, or with "
-                "spark.sql.parquet.datetimeRebaseModeInWrite=LEGACY). Write the files again with CORRECTED, or fit the "
-                "DataFrame that Spark reads from them."
-            )
 
 
 def _types(footer: Footer) -> dict[str, pa.DataType]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from sparkhvd.data.schema.calendars import julian_leaves
 from sparkhvd.data.schema.columns import open_parquet
 from sparkhvd.errors import DataError
 from sparkhvd.store.protocol import Store
@@ -25,7 +26,6 @@ _UNITS: Mapping[str, str] = MappingProxyType(
     {"days": "D", "milliseconds": "ms", "microseconds": "us", "nanoseconds": "ns"}
 )
 _NUMBERS = frozenset({"NONE", "INT", "DECIMAL"})
-_JULIAN, _SPARK_VERSION = b"org.apache.spark.legacyDateTime", b"org.apache.spark.version"
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,7 @@ class Footer:
         size: the bytes of the file.
         columns: the leaves of the schema.
         schema: the columns and their types.
-        is_julian: whether Spark wrote old dates and timestamps in the Julian calendar, because it is older than 3.0 or
-            because of ``spark.sql.parquet.datetimeRebaseModeInWrite=LEGACY``.
+        julian: the paths of the leaves whose old dates or timestamps are in the Julian calendar.
     """
 
     path: str
@@ -66,7 +65,7 @@ class Footer:
     size: int
     columns: tuple[LeafFacts, ...]
     schema: pa.Schema
-    is_julian: bool = False
+    julian: frozenset[str] = frozenset()
 
 
 def read_footers(store: Store, paths: Sequence[str]) -> list[Footer]:
@@ -105,12 +104,8 @@ def _footer(path: str, size: int, metadata: parquet.FileMetaData, schema: pa.Sch
         size=size,
         columns=tuple(_leaf(index, groups) for index in range(metadata.num_columns)) if groups else (),
         schema=schema,
-        is_julian=_is_julian(metadata.metadata or {}),
+        julian=julian_leaves(metadata),
     )
-
-
-def _is_julian(notes: Mapping[bytes, bytes]) -> bool:
-    return _JULIAN in notes or notes.get(_SPARK_VERSION, b"").startswith((b"1.", b"2."))
 
 
 def _leaf(index: int, groups: Sequence[parquet.RowGroupMetaData]) -> LeafFacts:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import io
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from typing import TYPE_CHECKING, Protocol
 
 from sparkhvd._util.counts import counted
 from sparkhvd.data.read.shards import Piece
+from sparkhvd.data.schema import calendars, columns
+from sparkhvd.data.schema.data_schema import DataSchema
 from sparkhvd.data.schema.manifest import DataFile, Split
 from sparkhvd.errors import DataError, SparkHvdError, StoreError
 from sparkhvd.store.protocol import Store
@@ -34,7 +36,7 @@ class Blocks(Protocol):
         """Yield the rows of a piece.
 
         Raises:
-            DataError: the rows differ from the manifest.
+            DataError: the rows differ from the manifest, or have old dates that only Spark converts.
             StoreError: they cannot be read.
         """
 
@@ -46,7 +48,7 @@ class ParquetBlocks:
         store: the Store that contains the files.
         folder: the dataset's folder in it.
         split: the files.
-        columns: the columns to read.
+        schema: the columns to read.
         chunk_rows: rows to decode at once.
         digests: the digests of file footers by URL. The first read of a file adds its digest; later reads compare it,
             to detect that the file was replaced.
@@ -59,7 +61,7 @@ class ParquetBlocks:
         store: Store,
         folder: str,
         split: Split,
-        columns: Sequence[str],
+        schema: DataSchema,
         chunk_rows: int,
         *,
         digests: dict[str, bytes] | None = None,
@@ -67,7 +69,7 @@ class ParquetBlocks:
         self._store = store
         self._folder = folder
         self._blocks = split.blocks()
-        self._columns = list(columns)
+        self._schema = schema
         self._chunk_rows = chunk_rows
         self._lock = threading.Lock()  # guards _footers and _digests
         self._footers: dict[str, pa.FileMetaData] = {}
@@ -80,13 +82,17 @@ class ParquetBlocks:
         file, index = self._blocks[piece.block]
         path = f"{self._folder}/{file.path}".lstrip("/")
         url = f"{self._store.url}/{path}"
+        names = columns.stored_names(self._schema)
         end = 0
         try:
             filesystem, arrow_path = self._store.arrow(path)
             with filesystem.open_input_file(arrow_path) as content, closing(self._opened(content, file, url)) as opened:
+                julian = calendars.julian_leaves(opened.metadata)
                 for batch in opened.iter_batches(
-                    self._chunk_rows, row_groups=[index], columns=self._columns, use_threads=False
+                    self._chunk_rows, row_groups=[index], columns=names, use_threads=False
                 ):
+                    if julian:
+                        calendars.check_rows(batch, self._schema, julian, url)
                     begin, end = end, end + batch.num_rows
                     if end > piece.start:
                         first = max(piece.start - begin, 0)

@@ -254,9 +254,8 @@ class ParquetSource(RowSource):
         cache_kind = reading.cache or ("memory" if plan.read_by_all else None)
 
         def blocks() -> Blocks:
-            parquet_blocks = ParquetBlocks(
-                store, manifest.folder, files, columns.stored_names(schema), _chunk_rows(schema), digests=digests
-            )
+            chunk_rows = _chunk_rows(schema)
+            parquet_blocks = ParquetBlocks(store, manifest.folder, files, schema, chunk_rows, digests=digests)
             if cache_kind is None:
                 return parquet_blocks
             folders = (reading.cache_folder,) if reading.cache_folder else local_folders()
@@ -273,7 +272,7 @@ class ParquetSource(RowSource):
 def head(store: Store, manifest: Manifest, rows: int, of: SplitName = "train") -> Arrays:
     """Return the first rows (at most ``rows``) of a split by column."""
     schema, split = manifest.schema, manifest.split(of)
-    blocks = ParquetBlocks(store, manifest.folder, split, columns.stored_names(schema), rows)
+    blocks = ParquetBlocks(store, manifest.folder, split, schema, rows)
     parts: list[Arrays] = []
     for block, available in enumerate(split.block_rows()):
         if rows > 0 and available:

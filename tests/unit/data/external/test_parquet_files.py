@@ -400,8 +400,38 @@ def test_old_dates_in_files_of_spark_2_are_refused(tmp_path, version, day):
     if version > "3" or day > "1582":
         assert open_existing(url, **wanted).manifest.train.rows == 1
         return
-    with pytest.raises(DataError, match=r"values before 1582-10-15 in .*in the Julian calendar \(before Spark 3\.0"):
+    with pytest.raises(DataError, match=r"values before 1582-10-15 in .*in the Julian calendar \(before Spark 3\.1"):
         open_existing(url, **wanted)
+
+
+@pytest.mark.parametrize(
+    ("note", "is_julian"),
+    [
+        ({"org.apache.spark.version": "3.0.3"}, True),
+        ({"org.apache.spark.version": "3.5.0", "org.apache.spark.legacyINT96": ""}, True),
+        ({"org.apache.spark.version": "3.5.0", "org.apache.spark.legacyDateTime": ""}, False),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["at", "s.at", "times"])
+def test_old_96_bit_timestamps_in_the_julian_calendar_are_refused_when_they_are_read(tmp_path, note, is_julian, name):
+    """Such timestamps have no statistics in the footer."""
+    for year in (1850, 1950):
+        times = [datetime.datetime(2024, 5, 6), datetime.datetime(year, 1, 1)]  # noqa: DTZ001
+        rows = {
+            "at": times,
+            "s": [{"at": time} for time in times],
+            "times": [[time] for time in times],
+            "y": [1.0, 2.0],
+        }
+        table = pa.table(rows).replace_schema_metadata(note)
+        parquet.write_table(table, tmp_path / "rows.parquet", use_deprecated_int96_timestamps=True)
+        files = opened(tmp_path, [name], transformed=True)
+        if not is_julian or year == 1950:
+            assert rows_of(files)[name].ravel().tolist() == times
+        else:
+            with pytest.raises(DataError, match=rf"Column '{name}' .*has values before 1900-01-01 in .*int96"):
+                rows_of(files)
 
 
 @pytest.mark.parametrize(
