@@ -118,7 +118,7 @@ def held(store: Store, study_name: str) -> Iterator[None]:
     """
     with ExitStack() as stack:
         try:
-            stack.enter_context(hold_run(store, f"{study_name}-search"))
+            stack.enter_context(hold_run(store, f"{study_name}-search", is_fenced=False))
         except ParamError as error:
             raise ParamError(f"Study {study_name!r} belongs to a search that is still running: {error}") from error
         yield

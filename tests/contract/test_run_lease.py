@@ -101,12 +101,14 @@ def test_a_second_fit_is_refused_until_the_first_is_killed(store, tmp_path):
         acquire_lease(store, "r").release()
 
 
-def test_a_run_is_taken_over_from_another_machine_only_while_its_fit_is_suspended(store, tmp_path):
-    with another_fit(store, tmp_path, "elsewhere") as process:
+@pytest.mark.parametrize(("machine", "silent_seconds"), [("elsewhere", 1.0), (run_lease.machine_id(), 0.0)])
+def test_a_run_is_taken_over_only_while_its_fit_is_suspended(store, tmp_path, machine, silent_seconds):
+    """A fit whose Store fails does not renew its lease either."""
+    with another_fit(store, tmp_path, machine) as process:
         with pytest.raises(ParamError, match="is being trained by another fit"):
             acquire_lease(store, "r")
         process.send_signal(signal.SIGSTOP)
-        lease = acquire_lease(store, "r", silent_seconds=1.0)
+        lease = acquire_lease(store, "r", silent_seconds=silent_seconds)
         fence = claim_fence(store, "r", lease.holder)
         save_checkpoint(fence, 1, b"ours")
         process.send_signal(signal.SIGCONT)
@@ -239,7 +241,7 @@ def test_a_run_that_could_not_be_released_is_free_for_the_next_fit_of_the_same_p
     lease = acquire_lease(store, "r")
     claim_fence(store, "r", lease.holder)
     with (
-        mock.patch.object(run_lease.RunLease, "_beat", side_effect=StoreError("No space left on device.")),
+        mock.patch.object(run_lease.RunLease, "_write_beat", side_effect=StoreError("No space left on device.")),
         pytest.raises(StoreError, match="No space left on device"),
     ):
         lease.release()

@@ -10,10 +10,11 @@ A writer looks for a higher token before it publishes, and again before it delet
 checkpoints after its claim. If a writer deletes a checkpoint, it has therefore published the next checkpoint before
 the claim, and the owner inherits that one.
 
-A fit is refused while another fit of the same run is alive. If the other fit's driver runs on the same machine, its
-process shows whether the fit is alive. The driver of every fit also renews a file, the *beat*. A fit on another machine
-is presumed dead if its beat does not change for ``SILENT_SECONDS`` by the waiting driver's clock. Clocks of different
-machines are never compared.
+A fit is refused while another fit of the same run is alive. The driver of every fit renews a file, the *beat*. A fit
+on another machine is presumed dead if its beat does not change for ``SILENT_SECONDS`` by the waiting driver's clock.
+A beat also has the time of its machine's clock since boot. A fit on the same machine is dead if its process has ended,
+or if its beat is older than ``SILENT_SECONDS``: a process whose Store failed could not release the run. Clocks of
+different machines are never compared.
 """
 
 from __future__ import annotations
@@ -99,12 +100,14 @@ class RunLease:
         run_id: name of the run.
         holder: the fit that holds the lease.
         token: the token that the fit claimed when it began; 0 before that.
+        is_fenced: whether ranks publish in the run, so that tokens must never be used again.
     """
 
     store: Store
     run_id: str
     holder: Holder
     token: int = 0
+    is_fenced: bool = True
 
     def check(self) -> None:
         """Raise ``StoreError`` if another fit has taken the run over."""
@@ -115,7 +118,7 @@ class RunLease:
     def renew(self) -> None:
         """Write a new beat, which shows other machines that the fit is alive."""
         self.check()
-        self._beat(uuid.uuid4().bytes)
+        self.beat()
 
     def release(self) -> None:
         """End the lease, so that the next fit can begin immediately."""
@@ -123,10 +126,10 @@ class RunLease:
         last = _last_token(self.store, self.run_id)
         if _holder(self.store, self.run_id, last) != self.holder:
             self.store.delete(layout.beat_path(self.run_id, self.holder.name))
-        elif last == self.token == 1 and self._has_only_claims():
+        elif last == self.token and (last == 1 or not self.is_fenced) and self._has_only_claims():
             self._delete_run()
         else:
-            self._beat(_RELEASED)
+            self._write_beat(_RELEASED)
 
     def _has_only_claims(self) -> bool:
         """Return whether the run has no files but claims, because the fit failed before its ranks started."""
@@ -134,7 +137,7 @@ class RunLease:
         return all(path.startswith(holders) for path in self.store.list(layout.run_folder(self.run_id)))
 
     def _delete_run(self) -> None:
-        """Delete the run; no other fit has claimed a token of the run, so tokens may begin at 1 again.
+        """Delete the run; no writer has an earlier token of the run, so tokens may begin at 1 again.
 
         The beat is deleted last, because it keeps other fits from claiming the run. A fit that claims the run later
         finds none of these files.
@@ -143,7 +146,11 @@ class RunLease:
         self.store.delete(layout.claim_path(self.run_id, self.token))
         self.store.delete(layout.beat_path(self.run_id, self.holder.name))
 
-    def _beat(self, content: bytes) -> None:
+    def beat(self) -> None:
+        """Write a new beat, without a look at the claims."""
+        self._write_beat(f"{uuid.uuid4().hex} {time.monotonic()}".encode())
+
+    def _write_beat(self, content: bytes) -> None:
         with self.store.open(layout.beat_path(self.run_id, self.holder.name), "wb") as file:
             file.write(content)
 
@@ -152,14 +159,19 @@ _RELEASED = b"released"
 
 
 @contextmanager
-def hold_run(store: Store, run_id: str) -> Iterator[RunLease]:
+def hold_run(store: Store, run_id: str, *, is_fenced: bool = True) -> Iterator[RunLease]:
     """Hold the lease of a run within the context.
+
+    Args:
+        store: where the run is kept.
+        run_id: name of the run.
+        is_fenced: see ``RunLease``.
 
     Raises:
         ParamError: another fit trains the run.
         StoreError: the Store cannot be read or written.
     """
-    lease = acquire_lease(store, run_id)
+    lease = acquire_lease(store, run_id, is_fenced=is_fenced)
     hold = Hold(lease, check_seconds=RENEW_SECONDS, renew_seconds=RENEW_SECONDS)
     try:
         yield lease
@@ -167,10 +179,12 @@ def hold_run(store: Store, run_id: str) -> Iterator[RunLease]:
         hold.close()
 
 
-def acquire_lease(store: Store, run_id: str, *, silent_seconds: float = SILENT_SECONDS) -> RunLease:
+def acquire_lease(
+    store: Store, run_id: str, *, silent_seconds: float = SILENT_SECONDS, is_fenced: bool = True
+) -> RunLease:
     """Acquire the lease of a run that is free or whose holder is dead; see ``hold_run``."""
-    lease = RunLease(store, run_id, _this_process())
-    lease._beat(uuid.uuid4().bytes)  # noqa: SLF001  (its own method; a claim without a beat would look dead)
+    lease = RunLease(store, run_id, _this_process(), is_fenced=is_fenced)
+    lease.beat()  # a claim without a beat would look dead
     _active_fits.add(lease.holder.name)
     try:
         while True:
@@ -178,7 +192,7 @@ def acquire_lease(store: Store, run_id: str, *, silent_seconds: float = SILENT_S
             before = _holder(store, run_id, last)
             if before is not None:
                 _refuse_active(store, run_id, before, silent_seconds)
-                lease._beat(uuid.uuid4().bytes)  # noqa: SLF001  (a fit that held the run meanwhile may have removed the beat)
+                lease.beat()  # a fit that held the run meanwhile may have removed it
             if _claim(store, run_id, last + 1, lease.holder):
                 return replace(lease, token=last + 1)
     except BaseException:
@@ -236,14 +250,14 @@ def _delete_earlier_claims(store: Store, run_id: str, token: int, holder: Holder
 
 
 def _is_alive(store: Store, run_id: str, holder: Holder, silent_seconds: float) -> bool:
-    """Return whether the fit is still running; for a fit on another machine, whether it renews its beat in time."""
+    """Return whether the fit still runs and renews its beat in time."""
     first = _read(store, layout.beat_path(run_id, holder.name))
     if first in {None, _RELEASED}:
         return False
     if (holder.machine, holder.pid, holder.started) == _own_process():
         return holder.name in _active_fits
     if holder.machine == machine_id():
-        return is_running(holder.pid, holder.started)
+        return is_running(holder.pid, holder.started) and _age(first) <= silent_seconds
     logger.info(
         "Run %s was held by %s; waiting up to %g s for a sign that this fit is alive", run_id, holder, silent_seconds
     )
@@ -256,6 +270,14 @@ def _is_alive(store: Store, run_id: str, holder: Holder, silent_seconds: float) 
         if beat != first:
             return True
     return False
+
+
+def _age(beat: bytes | None) -> float:
+    """Return the seconds since a process of this machine wrote a beat; 0 if the beat does not have its time."""
+    try:
+        return time.monotonic() - float((beat or b"").split()[-1])
+    except (ValueError, IndexError):
+        return 0.0
 
 
 def _refuse_active(store: Store, run_id: str, holder: Holder, silent_seconds: float) -> None:

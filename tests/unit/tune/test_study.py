@@ -6,8 +6,9 @@ import optuna
 import pytest
 
 from sparkhvd.errors import ParamError
+from sparkhvd.estimators.runs import run_lease
 from sparkhvd.store import Store
-from sparkhvd.tune.study import StudySettings, refuse_running_elsewhere
+from sparkhvd.tune.study import StudySettings, held, refuse_running_elsewhere
 
 
 def is_open(path: Path) -> bool:
@@ -24,6 +25,15 @@ def test_a_database_is_closed_when_its_study_is_refused(tmp_path):
     with pytest.raises(ParamError, match=message) as refusal, settings.opened(["maximize"]):
         pass
     assert not is_open(database), refusal
+
+
+def test_a_study_leaves_no_lease_even_after_a_killed_search(tmp_path):
+    store = Store.create(str(tmp_path / "store"))
+    killed = run_lease.acquire_lease(store, "mine-search")
+    run_lease._active_fits.discard(killed.holder.name)
+    with held(store, "mine"):
+        assert store.list("runs/mine-search")
+    assert store.list("") == []
 
 
 def test_a_study_whose_trials_run_in_another_store_is_refused(tmp_path):
