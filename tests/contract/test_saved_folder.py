@@ -115,6 +115,29 @@ def test_one_whole_object_remains_after_a_failure_at_any_point(store, fail, for_
         assert json.loads(file.read())["sparkhvd"] == {"format": 1}
 
 
+def test_a_writer_beside_the_first_writer_of_an_object_or_after_it_changes_nothing(store):
+    def refused():
+        with pytest.raises(StoreError, match=r"Another writer saves an object to .*/thing\. Choose another path"):
+            saved_folder.write_new(store, "thing", writing("2"))
+
+    def write(store, folder):
+        metadata = writing("1")(store, folder)
+        refused()
+        return metadata
+
+    saved_folder.write_new(store, "thing", write)
+    refused()
+    assert found(store) == "1"
+    assert len(store.list("thing")) == len(FILES) + 1
+
+
+def test_a_new_object_that_cannot_be_written_leaves_its_folder_free(store):
+    with pytest.raises(StoreError, match="No space left"):
+        saved_folder.write_new(store, "thing", lambda *_: full())
+    saved_folder.write_new(store, "thing", writing("1"))
+    assert found(store) == "1"
+
+
 @pytest.mark.parametrize("store", ["file"], indirect=True)
 def test_a_writer_that_is_killed_leaves_one_whole_object(store):
     saved_folder.write_new(store, "thing", writing("0"))

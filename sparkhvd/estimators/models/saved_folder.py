@@ -30,7 +30,7 @@ METADATA = "metadata/part-00000"
 FORMAT, _FORMAT_WITH_FOLDER = 1, 2
 _CONTENT = "content-"
 # The first file in a folder of new files, also in the order of names, in which other writers remove files. If it is
-# still there, so are all others.
+# still there, so are all others. In the folder of a new object, it keeps other writers out until the metadata is there.
 _MARKER = "-incomplete"
 # Hadoop's checksum of metadata that Spark wrote; while it exists, Spark considers replaced metadata corrupt.
 _CHECKSUM = "metadata/.part-00000.crc"
@@ -41,8 +41,34 @@ Write = Callable[[Store, str], Metadata]  # writes the files of an object into a
 
 
 def write_new(store: Store, folder: str, write: Write) -> None:
-    """Write an object into a new folder, the metadata last."""
-    store.publish(f"{folder}/{METADATA}", _to_json(write(store, folder), None))
+    """Write an object into a new folder, the metadata last.
+
+    Raises:
+        SparkHvdError: the object cannot be written, or another writer has begun to write one.
+    """
+    marker, metadata = f"{folder}/{_MARKER}", f"{folder}/{METADATA}"
+    try:
+        store.publish(marker, uuid.uuid4().bytes)  # differs from that of any other writer
+    except StoreError as error:
+        if not store.exists(marker):
+            raise
+        raise _occupied_error(store, folder) from error
+    try:
+        if store.exists(metadata):  # of a writer that has ended meanwhile
+            raise _occupied_error(store, folder)
+        store.publish(metadata, _to_json(write(store, folder), None))
+    finally:
+        try:
+            store.delete(marker)
+        except SparkHvdError as error:  # the next writer that replaces the object removes it
+            logger.warning("Could not remove %s/%s: %s", store.url, marker, str(error))
+
+
+def _occupied_error(store: Store, folder: str) -> StoreError:
+    return StoreError(
+        f"Another writer saves an object to {store.url}/{folder}. Choose another path, or wait until it has ended and "
+        "use write().overwrite().save(path)."
+    )
 
 
 def overwrite(store: Store, folder: str, write: Write) -> None:
