@@ -221,6 +221,21 @@ def test_publish_refuses_to_overwrite(store):
     assert store.list("") == ["m"]
 
 
+@pytest.mark.parametrize("store", ["gs"], indirect=True)
+def test_a_file_is_published_even_if_the_client_repeats_its_request_after_a_lost_answer(store, monkeypatch):
+    gcsfs = pytest.importorskip("gcsfs")
+    send = gcsfs.core.simple_upload
+
+    async def send_twice(*arguments, **options):
+        await send(*arguments, **options)
+        return await send(*arguments, **options)
+
+    monkeypatch.setattr(gcsfs.core, "simple_upload", send_twice)
+    store.publish("m", b"1")
+    with pytest.raises(StoreError, match=r"Cannot publish .*/m: it exists already"):
+        store.publish("m", b"2")
+
+
 def test_exactly_one_of_several_publishers_wins(store):
     count = 8
     barrier = threading.Barrier(count)

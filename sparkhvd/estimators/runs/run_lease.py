@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 SILENT_SECONDS = 60.0
 RENEW_SECONDS = 10.0
 _POLL_SECONDS = 1.0
+_CLAIM = "claim"  # the key of a unique text, beside the attributes of the holder
 _active_fits: set[str] = set()  # the names of the fits that run in this process
 
 
@@ -229,7 +230,8 @@ def _claim(store: Store, run_id: str, token: int, holder: Holder) -> bool:
     """Claim a token; return False if another writer claimed it first."""
     path = layout.claim_path(run_id, token)
     try:
-        store.publish(path, json.dumps(asdict(holder)).encode())
+        # Some Stores take a file with equal content for their own; ranks of the same fit may claim the same token.
+        store.publish(path, json.dumps({**asdict(holder), _CLAIM: uuid.uuid4().hex}).encode())
     except StoreError:
         if store.exists(path):
             return False
@@ -307,8 +309,10 @@ def _holder(store: Store, run_id: str, token: int) -> Holder | None:
     content = _read(store, path) if token else None
     if content is None:
         return None
+    claim = _parsed(content, path, dict)
+    claim.pop(_CLAIM, None)
     try:
-        return Holder(**_parsed(content, path, dict))
+        return Holder(**claim)
     except TypeError as error:
         raise _unreadable_error(path) from error
 

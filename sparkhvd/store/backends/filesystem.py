@@ -270,8 +270,9 @@ class FilesystemStore(Store):
         filesystem.pipe_file(location, content, mode="create", **self._limit(filesystem, len(content)))
 
     def _created(self, filesystem: Any, location: str, content: bytes, name: str, attempt: int) -> bool:  # noqa: ARG002
-        """Return whether the existing file comes from an earlier attempt of the write ``name``."""
-        return attempt > 0 and bool(filesystem.cat_file(location, **self._limit(filesystem, len(content))) == content)
+        """Return whether the existing file comes from an earlier attempt of the write ``name``, or has its content."""
+        may_be_own = attempt > 0 or filesystem.async_impl  # the clients of GCS and ADLS repeat requests by themselves
+        return bool(may_be_own and filesystem.cat_file(location, **self._limit(filesystem, len(content))) == content)
 
     def _send(self, filesystem: Any, location: str, content: IO[bytes], size: int) -> None:
         """Write a file as a whole; it replaces an existing one."""

@@ -185,6 +185,9 @@ class LocalStore(Store):
         """Link a file to its final name; ``FileExistsError`` if the name exists, which a rename would replace."""
         try:
             os.link(temporary, target)
+        except FileExistsError:
+            if not temporary.samefile(target):  # NFS repeats a request whose answer was lost
+                raise
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise

@@ -142,3 +142,18 @@ def test_a_mount_without_links_and_without_synced_folders_publishes_once(tmp_pat
     with store.open("x", "wb") as file:
         file.write(b"content")
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"m": b"first", "x": b"content"}
+
+
+def test_a_file_is_published_even_if_nfs_repeats_the_link_after_a_lost_answer(tmp_path, monkeypatch):
+    link = os.link
+
+    def link_twice(source, target):
+        link(source, target)
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", link_twice)
+    store = LocalStore(str(tmp_path))
+    store.publish("m", b"first")
+    with pytest.raises(StoreError, match="it exists already, and published files are never changed"):
+        store.publish("m", b"second")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"m": b"first"}
