@@ -25,7 +25,7 @@ from sparkhvd.estimators.training.epoch_callback import requests_end
 from sparkhvd.store import layout
 from sparkhvd.store.protocol import Store
 from sparkhvd.tune.halving import Ladder, SuccessiveHalving
-from sparkhvd.tune.ranking import RUN_ID, best_trials
+from sparkhvd.tune.ranking import CONSTRAINTS, RUN_ID, best_trials
 from sparkhvd.tune.reports import SearchArgumentError, TrialReports, metrics_of
 
 if TYPE_CHECKING:
@@ -41,6 +41,8 @@ Space = Callable[["optuna.Trial"], Mapping[str, object]]
 
 _ERROR = "sparkhvd:error"  # the attribute with the reason of a failure; an interrupted trial has none
 _ERROR_LIMIT = 2000
+_KEEPS_RUN = "sparkhvd:keeps_run"  # the attribute of trials whose runs are never removed
+_REMOVABLE = "sparkhvd:removable"  # the study's attribute with the runs that may be removed when a trial ends
 _POLL_SECONDS = 0.5
 _OUTCOMES = {"COMPLETE": "completed", "PRUNED": "was pruned", "FAIL": "failed"}
 # The trials share the rows, so these parameters are set on the estimator only.
@@ -134,10 +136,15 @@ class Trials:
         self._models: dict[int, TrainedModel] = {}  # of the best trials so far, by number
         self._signs = [1 if direction.name == "MINIMIZE" else -1 for direction in study.directions]
         self._earlier: dict[int, DistributedEstimator] = {}  # of the best trials of an earlier search, by number
-        self._kept = {trial.number: trial.user_attrs[RUN_ID] for trial in self.best()}
+        # The runs of the best trials so far that are removed when other trials are better, by number.
+        self._removable = {
+            trial.number: trial.user_attrs[RUN_ID] for trial in self.best() if _KEEPS_RUN not in trial.user_attrs
+        }
 
     def resume_interrupted(self) -> None:
         """Enqueue the interrupted trials of an earlier search again, with their runs.
+
+        Also remove the runs that a killed search did not remove after their trials had ended.
 
         Raises:
             ParamError: the best model of the earlier search cannot be loaded.
@@ -148,15 +155,22 @@ class Trials:
             self._study.sampler.reseed_rng()  # a seeded sampler would repeat the parameters of the earlier trials
         self._earlier = {trial.number: self._resuming(trial) for trial in self.best()}
         last = {trial.user_attrs[RUN_ID]: trial for trial in self._trials() if RUN_ID in trial.user_attrs}
+        best = {trial.user_attrs[RUN_ID] for trial in self.best()}
+        for run_id in self._study.user_attrs.get(_REMOVABLE, ()):
+            if run_id not in best and run_id in last and _has_ended(last[run_id]):
+                self._remove(run_id)
         for run_id, trial in last.items():
             if trial.state is TrialState.RUNNING:
                 self._tell(trial.number, TrialState.FAIL)
-            elif trial.state is not TrialState.FAIL or _ERROR in trial.user_attrs:
+            elif trial.state is not TrialState.FAIL:
+                continue
+            if _ERROR in trial.user_attrs:
                 continue
             # The trial may have been interrupted before the space asked for all of its parameters.
             params = {**trial.system_attrs.get("fixed_params", {}), **trial.params}
             # The other attributes are those of the sampler, such as the trial's place in a grid.
-            attributes = {**trial.system_attrs, "fixed_params": params}
+            attributes = {name: value for name, value in trial.system_attrs.items() if not name.startswith(CONSTRAINTS)}
+            attributes["fixed_params"] = params
             self._study.add_trial(
                 create_trial(state=TrialState.WAITING, system_attrs=attributes, user_attrs={RUN_ID: run_id})
             )
@@ -209,6 +223,10 @@ class Trials:
         trials = self._trials()
         if not trials:
             return "No trial started within timeout, which counts after the rows are prepared. Allow more seconds."
+        if any(trial.state.name == "COMPLETE" and RUN_ID in trial.user_attrs for trial in trials):
+            return (
+                f"None of {counted(len(trials), 'trial')} completed within the constraints of the sampler or the space."
+            )
         errors = [(trial.number, trial.user_attrs[_ERROR]) for trial in trials if _ERROR in trial.user_attrs]
         reason = f" Trial {errors[0][0]} failed: {errors[0][1]}" if errors else " The pruner or the space pruned them."
         return f"None of {counted(len(trials), 'trial')} completed.{reason}"
@@ -241,6 +259,8 @@ class Trials:
         self._left -= 1
         trial = self._study.ask()
         run_id = trial.user_attrs.get(RUN_ID) or f"{self._prefix}-{trial.number:04d}"
+        if self._keep_runs:
+            trial.set_user_attr(_KEEPS_RUN, value=True)
         trial.set_user_attr(RUN_ID, run_id)
         return Attempt(trial, run_id, TrialReports(trial, *self._metrics))
 
@@ -358,8 +378,7 @@ class Trials:
     def _fail(self, attempt: Attempt, reason: str, *, ends_search: bool = False) -> None:
         if not ends_search:
             logger.warning("trial %d failed, and the search continues: %s", attempt.trial.number, reason)
-        attempt.trial.set_user_attr(_ERROR, reason[:_ERROR_LIMIT])
-        self._end(attempt, "FAIL")
+        self._end(attempt, "FAIL", error=reason[:_ERROR_LIMIT])
 
     def _end(
         self,
@@ -367,11 +386,17 @@ class Trials:
         state: Literal["COMPLETE", "PRUNED", "FAIL"],
         values: Sequence[float] | None = None,
         model: TrainedModel | None = None,
+        error: str | None = None,
     ) -> None:
         """Report to Optuna how a trial ended, and remove the runs that are no longer among the best."""
         import optuna  # noqa: PLC0415  (optional)
 
         with self._changed:
+            if not self._keep_runs:  # stored first, for the search that follows if this one is killed
+                self._removable[attempt.trial.number] = attempt.run_id
+                self._study.set_user_attr(_REMOVABLE, list(self._removable.values()))
+            if error is not None:
+                attempt.trial.set_user_attr(_ERROR, error)
             self._tell(attempt.trial.number, optuna.trial.TrialState[state], values)
             if state != "COMPLETE":
                 self._ladder.drop(attempt.trial.number)
@@ -381,13 +406,13 @@ class Trials:
             optuna.logging.get_logger("optuna.sparkhvd").info(
                 "Trial %d %s: %s %s", attempt.trial.number, _OUTCOMES[state], metrics, attempt.trial.params
             )
-            self._kept[attempt.trial.number] = attempt.run_id
             if model is not None:
                 self._models[attempt.trial.number] = model
             best = {trial.number for trial in self.best()}
-            for number in [number for number in self._kept if number not in best]:
-                self._models.pop(number, None)
-                self._remove(self._kept.pop(number))
+            for number in self._models.keys() - best:
+                del self._models[number]
+            for number in self._removable.keys() - best:
+                self._remove(self._removable.pop(number))
 
     def _tell(self, number: int, state: optuna.trial.TrialState, values: Sequence[float] | None = None) -> None:
         from optuna.trial import TrialState  # noqa: PLC0415  (optional)
@@ -402,8 +427,6 @@ class Trials:
             self._left = min(self._left, len(resumed))  # which the sampler counts as ended
 
     def _remove(self, run_id: str) -> None:
-        if self._keep_runs:
-            return
         try:
             self._store.delete(layout.run_folder(run_id))
         except StoreError as error:  # a leftover must not end the search

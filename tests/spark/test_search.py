@@ -169,6 +169,17 @@ def test_an_interrupted_search_resumes_its_trials_and_keeps_their_best_model(df,
     assert runs(store) == {result.best_model.getRunId()}
 
 
+def test_a_search_removes_the_runs_that_a_killed_one_left_but_none_that_an_earlier_one_kept(df, store, monkeypatch):
+    settings = {"storage": optuna.storages.InMemoryStorage(), "study_name": "search"}
+    first = tune.minimize(estimator(store, epochs=1), df, space, 1, keep_runs=True, **settings)
+    with monkeypatch.context() as killed:  # between the end of the trial and the removal of its run
+        killed.setattr(trials.Trials, "_remove", lambda *_: None)
+        tune.minimize(estimator(store, epochs=1), df, space, 2, pruner=AfterEpoch(1), **settings)
+    assert len(runs(store)) == 2
+    last = tune.minimize(estimator(store, epochs=1), df, space, 3, **settings)
+    assert runs(store) == {first.best_model.getRunId(), last.best_model.getRunId()}
+
+
 def test_a_study_that_is_being_searched_is_refused(df, store):
     storage = optuna.storages.InMemoryStorage()
 

@@ -30,6 +30,24 @@ def test_the_best_trials_are_those_that_no_other_trial_dominates(values, signs, 
     assert [trial.number for trial in best_trials(trials(*values), signs)] == best
 
 
+def feasible(created):
+    """Return the values of the best trial according to Optuna."""
+    study = optuna.create_study()
+    study.add_trials(created)
+    return study.best_trial.values
+
+
+@pytest.mark.parametrize(("name", "values"), [("constraints", ([0.0, 1.0], [-1.0, 0.0])), ("constraints:size", (1, 0))])
+def test_trials_that_violate_a_constraint_are_not_among_the_best(name, values):
+    created = trials([1.0], [2.0])
+    for trial, value in zip(created, values, strict=True):
+        trial.system_attrs = {name: value}
+    with pytest.raises(ValueError, match="feasible"):
+        feasible(created[:1])
+    assert feasible(created) == best_trials(created, [1])[0].values == [2.0]
+    assert best_trials(created[:1], [1]) == []
+
+
 def test_trials_of_other_programs_and_failed_trials_do_not_count():
     own_trial, foreign_trial = trials([2.0])[0], trials([1.0])[0]
     del foreign_trial.user_attrs[RUN_ID]
