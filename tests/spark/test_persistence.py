@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from pyspark.ml.feature import VectorAssembler
 from sparkhvd import Store, TorchEstimator, TorchModel
 from sparkhvd.errors import ParamError, StoreError
 from sparkhvd.estimators.keras import KerasModel
-from sparkhvd.estimators.models import retained_files
+from sparkhvd.estimators.models import pyfunc, retained_files
 from sparkhvd.store import LocalStore
 
 pytestmark = pytest.mark.spark
@@ -90,7 +91,10 @@ def test_a_loaded_estimator_equals_the_saved_one(pipeline, rows, tmp_path):
 
 
 def test_a_loaded_pipeline_model_can_overwrite_its_own_folder(trained, tmp_path, monkeypatch):
-    """Overwrite small and large files, also in a Store whose files cannot be mapped; Spark removes the folder first."""
+    """Overwrite small and large files, also in a Store whose files cannot be mapped; Spark removes the folder first.
+
+    Even after the removal, the model can be written for MLflow and returned.
+    """
     path, wanted = str(tmp_path / "pipeline"), trained.stages[-1].getModel().weight
     trained.save(path)
     for small, remote in ((retained_files._SMALL_BYTES, False), (1, False), (1, True)):
@@ -99,6 +103,11 @@ def test_a_loaded_pipeline_model_can_overwrite_its_own_folder(trained, tmp_path,
             if remote:
                 patch.setattr(LocalStore, "arrow", lambda *_: (None, ""))
             loaded = PipelineModel.load(path)
+        shutil.rmtree(path)
+        assert torch.equal(loaded.stages[-1].getModel().weight, wanted)
+        (folder := tmp_path / f"{small} {remote}").mkdir()
+        pyfunc.write_folder(loaded.stages[-1], folder)
+        assert torch.equal(torch.load(folder / "model" / "state_dict.pt", weights_only=True)["weight"], wanted)
         for _ in range(2):
             loaded.write().overwrite().save(path)
             assert torch.equal(PipelineModel.load(path).stages[-1].getModel().weight, wanted)

@@ -34,7 +34,7 @@ class KerasModel(TrainedModel):
 
     def getModel(self) -> keras.Model:  # noqa: N802  (Horovod's name)
         """Return the trained model, compiled, with the state of its optimizer; every call returns a new copy."""
-        with local_copies(self._trained.store, self._trained.files) as folder:
+        with local_copies(self.file_source, self._trained.files) as folder:
             use_backend(artifact.load_backend(folder))
             return artifact.load_model(folder, compiled=True)
 

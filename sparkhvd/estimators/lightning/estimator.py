@@ -59,7 +59,7 @@ class LightningModel(TrainedModel):
 
     def getModel(self) -> torch.nn.Module:  # noqa: N802  (Horovod's name)
         """Return the trained module in evaluation mode; every call returns a new copy."""
-        with local_copies(self._trained.store, self._trained.files) as folder:
+        with local_copies(self.file_source, self._trained.files) as folder:
             return artifact.load_model(folder)
 
     def getOptimizer(self) -> artifact.Optimizers:  # noqa: N802
@@ -75,18 +75,18 @@ class LightningModel(TrainedModel):
         Raises:
             ParamError: the model was saved without an optimizer.
         """
-        with local_copies(self._trained.store, self._trained.files) as folder:
+        with local_copies(self.file_source, self._trained.files) as folder:
             model = artifact.load_model(folder)
             return model, artifact.load_optimizer(folder, model)
 
     def save_checkpoint(self, path: str) -> None:
         """Write a Lightning checkpoint of the trained module, for ``MyModule.load_from_checkpoint(path)``."""
-        with local_copies(self._trained.store, self._trained.files) as folder:
+        with local_copies(self.file_source, self._trained.files) as folder:
             Path(path).write_bytes((folder / CHECKPOINT).read_bytes())
 
     def save_logs(self, folder: str) -> list[str]:
         """Unpack the files of loggers with a relative folder; return their names within ``folder``."""
-        with local_copies(self._trained.store, self._trained.files) as source:
+        with local_copies(self.file_source, self._trained.files) as source:
             if not (source / LOGS).exists():
                 return []
             with zipfile.ZipFile(source / LOGS) as archive:

@@ -34,7 +34,7 @@ from sparkhvd.estimators.models.trained import ModelArtifacts, wrap_model
 from sparkhvd.estimators.params.named_inputs import columns_of, named_inputs
 from sparkhvd.estimators.params.params import ModelParams, shapes
 from sparkhvd.estimators.training.history import History, to_history
-from sparkhvd.estimators.training.job_files import InMemoryFiles
+from sparkhvd.estimators.training.job_files import FileSource, InMemoryFiles
 from sparkhvd.estimators.training.sample_rows import require_spark_dataframe
 from sparkhvd.store import Store, store_at
 
@@ -69,6 +69,11 @@ class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
     def trained(self) -> ModelArtifacts:
         """The files, columns and history of the training."""
         return self._trained
+
+    @property
+    def file_source(self) -> FileSource:
+        """Where this process reads the model's files."""
+        return self.retained_files or self._trained.store
 
     def write(self) -> FolderWriter:
         """Return a writer in Spark ML's format: ``model.write().overwrite().save(path)``."""

@@ -37,7 +37,7 @@ from sparkhvd.estimators.models.saved_folder import Metadata
 from sparkhvd.estimators.models.trained import ModelArtifacts
 from sparkhvd.estimators.params.backend import SparkBackend
 from sparkhvd.estimators.training.history import record_from_json
-from sparkhvd.estimators.training.job_files import StoredFile
+from sparkhvd.estimators.training.job_files import FileSource, StoredFile
 from sparkhvd.store import Store, store_at
 
 if TYPE_CHECKING:
@@ -80,6 +80,8 @@ class PersistableModel(Persistable, Protocol):
     def of_artifacts(cls, trained: ModelArtifacts, **params: Any) -> Self: ...
     @property
     def trained(self) -> ModelArtifacts: ...
+    @property
+    def file_source(self) -> FileSource: ...
 
 
 class FolderWriter(MLWriter):
@@ -200,7 +202,7 @@ def write_model(model: PersistableModel, store: Store, folder: str, spark_versio
     for source in trained.files:
         name = source.path.rpartition("/")[2]
         with store.open(f"{folder}/{_MODEL}/{name}", "wb") as target:
-            source.copy_to(target, model.retained_files or trained.store)
+            source.copy_to(target, model.file_source)
         digests[name] = source.sha256
     content = {
         "files": digests,

@@ -40,7 +40,7 @@ def write_folder(model: TrainedModel, folder: Path) -> None:
     (folder / _MODEL).mkdir()
     for file in model.trained.files:
         with (folder / _MODEL / file.path.rpartition("/")[2]).open("wb") as target:
-            file.copy_to(target, model.trained.store)
+            file.copy_to(target, model.file_source)
     features, outputs = model.trained.schema.of("feature"), model.output_columns()
     content = {
         "plugin": model.plugin,
@@ -121,8 +121,10 @@ def _column(table: pd.DataFrame, name: str) -> pd.Series[Any]:
     """Return a column, or the field of a column of dicts or Rows.
 
     Raises:
-        SchemaError: the table has neither.
+        SchemaError: the table has neither, or several columns with this name.
     """
+    if not table.columns.is_unique and (count := list(table.columns).count(name)) > 1:
+        raise SchemaError(f"The table has {count} columns named {name!r}. Keep only one of them.")
     if name in table:
         return table[name]
     for dot in (index for index, letter in enumerate(name) if letter == "."):

@@ -41,7 +41,7 @@ class TorchModel(TrainedModel):
 
     def getModel(self) -> torch.nn.Module:  # noqa: N802  (Horovod's name)
         """Return the trained module in evaluation mode; every call returns a new copy."""
-        with local_copies(self._trained.store, self._trained.files) as folder:
+        with local_copies(self.file_source, self._trained.files) as folder:
             return artifact.load_model(folder)
 
     def getOptimizer(self) -> torch.optim.Optimizer:  # noqa: N802  (Horovod's name)
@@ -54,7 +54,7 @@ class TorchModel(TrainedModel):
 
     def getModelAndOptimizer(self) -> tuple[torch.nn.Module, torch.optim.Optimizer]:  # noqa: N802
         """Return the trained module and its optimizer, which holds the module's parameters."""
-        with local_copies(self._trained.store, self._trained.files) as folder:
+        with local_copies(self.file_source, self._trained.files) as folder:
             model = artifact.load_model(folder)
             return model, cast("torch.optim.Optimizer", artifact.load_optimizer(folder, model))
 

@@ -208,6 +208,8 @@ def test_the_folder_opens_without_pyspark(model, tmp_path):
     assert done.stdout == "['found.low', 'found.both'] True (2,)\n", done.stderr
     with pytest.raises(SchemaError, match=r"There is no column 'w'; the table has \['x'\]"):
         pyfunc.load(tmp_path).predict(pd.DataFrame({"x": [1.0]}))
+    with pytest.raises(SchemaError, match=r"The table has 2 columns named 'w'\. Keep only one of them"):
+        pyfunc.load(tmp_path).predict(pd.DataFrame([[1.0, 2.0]], columns=["w", "w"]))
 
 
 @dataclass
