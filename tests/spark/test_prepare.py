@@ -290,6 +290,7 @@ RAGGED = {
     "inner": ("array(array(1, 2), array(3))", "has inner arrays of length 1 and 2"),
     "over rows": ("array(array_repeat(1, id))", "has inner arrays of length 1 and 2"),
     "deepest": ("array(array(array(1), array(2, 3)))", "has inner arrays of length 1 and 2"),
+    "beside NULL": ("array(NULL, array(array(1), array(2, 3)))", "has inner arrays of length 1 and 2"),
 }
 
 

@@ -214,7 +214,7 @@ def _measured(measure: Measure, functions: Any) -> Column:
     if measure.what == "length":
         return cast("Column", functions.array_size(value))
     for _ in range(measure.level - 1):
-        value = functions.flatten(value)
+        value = functions.flatten(functions.filter(value, lambda inner: inner.isNotNull()))  # else NULL if one is NULL
     sizes = functions.transform(value, functions.array_size)
     return cast("Column", (functions.array_min if measure.what == "shortest" else functions.array_max)(sizes))
 
