@@ -380,7 +380,7 @@ def _with_shapes(store: Store, schema: DataSchema, footers: Iterable[Footer]) ->
                 for column in list(unknown.values()):
                     values = columns.stored(batch, column).drop_null()
                     if len(values):
-                        complete_columns.append(_with_shape(values[:1], column, f"{store.url}/{footer.path}"))
+                        complete_columns.append(_with_shape(values, column, f"{store.url}/{footer.path}"))
                         del unknown[column.name]
                 if not unknown:
                     break
@@ -395,21 +395,21 @@ def _batches(file: parquet.ParquetFile, names: list[str]) -> Iterator[pa.RecordB
         yield from file.iter_batches(_SEARCH_ROWS, row_groups=[index], columns=names)
 
 
-def _with_shape(value: pa.Array, column: ColumnSpec, url: str) -> ColumnSpec:
-    """Return the column with the shape of one value."""
+def _with_shape(values: pa.Array, column: ColumnSpec, url: str) -> ColumnSpec:
+    """Return the column with the lengths of the first arrays that are not NULL."""
     if column.codec is not None:
-        header = codecs.peek(value[0].as_py(), column.codec)
+        header = codecs.peek(values[0].as_py(), column.codec)
         return replace(column, shape=header.shape, dtype=str(header.dtype))
     shape = []
     for _ in range(column.depth):
-        lengths = columns.lengths(value)
+        lengths = columns.lengths(values)
         if lengths is None or not len(lengths) or not lengths[0]:
             raise SchemaError(
                 f"Column {column.name!r} has an empty array in {url}, but all its arrays need a length of at least 1. "
                 "Leave the column out."
             )
         shape.append(int(lengths[0]))
-        value = value if column.kind == "vector" else value.flatten()
+        values = values if column.kind == "vector" else values.flatten().drop_null()
     return replace(column, shape=tuple(shape))
 
 

@@ -356,6 +356,13 @@ def test_nested_lists_of_encoded_strings_may_have_several_row_groups(tmp_path, k
     assert rows_of(opened(tmp_path, ["t"], transformed=True))["t"].tolist() == rows
 
 
+def test_the_first_inner_arrays_may_be_null_if_the_column_has_a_fill(tmp_path):
+    nested = pa.array([[None, None], [None, [1.0, 2.0]]], pa.list_(pa.list_(pa.float64())))
+    parquet.write_table(pa.table({"x": nested, "y": [0.0, 0.0]}), tmp_path / "rows.parquet")
+    rows = rows_of(opened(tmp_path, ["x"], fill={"x": 0.5}))
+    assert rows["x"].tolist() == [[[0.5, 0.5], [0.5, 0.5]], [[0.5, 0.5], [1.0, 2.0]]]
+
+
 @pytest.mark.parametrize("replacement", ["other", "of the same size"])
 def test_a_file_that_is_replaced_during_the_training_is_named(tmp_path, replacement):
     def write_rows(number, values):
