@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import Protocol, runtime_checkable
 
 from sparkhvd.errors import ConfigError, MismatchError, NotInitializedError
@@ -54,7 +55,7 @@ class ProcessSet:
             different communicators, such as those of ``Split``; each becomes a set.
 
     Raises:
-        ConfigError: there are no ranks, or one of them appears twice.
+        ConfigError: there are no ranks, one of them appears twice, or one is not an integer.
     """
 
     def __init__(self, ranks: Iterable[int] | MpiCommunicator) -> None:
@@ -63,7 +64,11 @@ class ProcessSet:
         if isinstance(ranks, MpiCommunicator):
             self._communicator = ranks
         else:
-            self._requested_ranks = tuple(sorted(int(rank) for rank in ranks))
+            entries = list(ranks)
+            try:
+                self._requested_ranks = tuple(sorted(map(index, entries)))
+            except TypeError:
+                raise ConfigError(f"ProcessSet({entries}) is invalid: ranks must be integers.") from None
             if not self._requested_ranks or len(set(self._requested_ranks)) < len(self._requested_ranks):
                 raise ConfigError(
                     f"ProcessSet({list(self._requested_ranks)}) is invalid: it needs at least one rank and no "

@@ -245,9 +245,16 @@ def test_impossible_proposals_are_refused(proposals, message):
         agreed_sets(proposals, KNOWN, 4)
 
 
-@pytest.mark.parametrize("ranks", [[], [1, 1]])
-def test_a_set_needs_distinct_ranks(ranks):
-    with pytest.raises(ConfigError, match="needs at least one rank and no duplicates"):
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        ([], "needs at least one rank and no duplicates"),
+        ([1, np.int64(1)], "needs at least one rank and no duplicates"),
+        ([0.5, 1], r"ProcessSet\(\[0.5, 1\]\) is invalid: ranks must be integers"),
+    ],
+)
+def test_a_set_needs_distinct_integers(ranks, message):
+    with pytest.raises(ConfigError, match=message):
         ProcessSet(ranks)
 
 
