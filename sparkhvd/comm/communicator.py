@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from itertools import count
 from threading import Lock
 from types import TracebackType
@@ -314,7 +315,10 @@ class Communicator:
         The communicator's process sets are no longer registered afterwards, so another communicator can add them.
 
         Args:
-            timeout: seconds to wait for the engine to end.
+            timeout: seconds to wait for the end of each engine; there is one per process set of this rank.
+
+        Raises:
+            DeadlineExceededError: an engine has not ended in time; the others are ended nevertheless.
         """
         if self._closed:
             return
@@ -323,16 +327,15 @@ class Communicator:
             return
         self._closed = True
         self._unregister()
-        try:
-            with translated():
-                for channel in reversed(self._channels.values()):
-                    channel.engine.shutdown(timeout)
-                self._engine.stop_timeline()
-        finally:
-            if self._rendezvous is not None:
-                self._rendezvous.close()
+        with ExitStack() as stack:  # takes every step, even if one fails; in reverse
             if self._stall_detector is not None:
-                self._stall_detector.close()
+                stack.callback(self._stall_detector.close)
+            if self._rendezvous is not None:
+                stack.callback(self._rendezvous.close)
+            stack.enter_context(translated())
+            stack.callback(self._engine.stop_timeline)
+            for channel in self._channels.values():
+                stack.callback(channel.engine.shutdown, timeout)
 
     def leave_to_parent(self) -> None:
         """Close a forked child's copies of the links, without notifying the parent's peers."""

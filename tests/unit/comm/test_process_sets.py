@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from contextlib import suppress
+
 import numpy as np
 import pytest
 
@@ -7,7 +9,14 @@ from sparkhvd.comm import session
 from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.comm.objects import allgather_object
 from sparkhvd.comm.process_sets import ProcessSet, Proposal, agreed_sets
-from sparkhvd.errors import CollectiveError, ConfigError, MismatchError, NotInitializedError
+from sparkhvd.errors import (
+    CollectiveError,
+    ConfigError,
+    DeadlineExceededError,
+    MismatchError,
+    NotInitializedError,
+    PeerLostError,
+)
 from tests.ranks import RankGroup
 
 KNOWN = {0: (0, 1, 2, 3)}
@@ -146,6 +155,17 @@ def remove_a_set_that_is_busy():
     return str(caught.value)
 
 
+def leave_although_no_engine_ends_in_time():
+    communicator = session.current()
+    if communicator.world.rank == 0:
+        with suppress(DeadlineExceededError):
+            communicator.close(timeout=0.0)
+        return "closed"
+    with pytest.raises(PeerLostError):
+        communicator.barrier()
+    return "notified"
+
+
 def init_with_sets():
     pairs = [ProcessSet([0, 2]), ProcessSet([1, 3])]
     session.init(process_sets=pairs)
@@ -212,9 +232,10 @@ def test_pending_operations_of_a_removed_set_fail(group):
     assert "was pending when its communicator was closed" in message or "pending here" in message
 
 
-def test_init_can_add_sets():
+def test_init_can_add_sets_and_close_ends_all_of_them():
     with RankGroup(4, connect=False) as group:
         outcomes = group.run(init_with_sets)
+        assert group.run(leave_although_no_engine_ends_in_time) == ["closed", *["notified"] * 3]
     for rank, (number, total, zero, everybody, mine) in enumerate(outcomes):
         assert (number, total) == (1 + rank % 2, 2 if rank % 2 == 0 else 4)
         assert (zero, everybody, mine) == (0, [0, 1, 2, 3], rank)
