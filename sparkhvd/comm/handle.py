@@ -139,7 +139,7 @@ class Handle(Generic[T]):
         A thread that waits while another one is in ``step`` receives that result, too.
         """
         result = self._result
-        return Handle(self.name, self.operation, self.waits, finish=_once(lambda: step(result())))
+        return Handle(self.name, self.operation, self.waits, finish=self._once(lambda: step(result())))
 
     def behind(self, stream: Callable[[], int]) -> Handle[T]:
         """Return a handle for a CUDA device, whose first ``wait()`` makes ``stream()`` wait for the operation.
@@ -152,7 +152,7 @@ class Handle(Generic[T]):
                 self.operation.let_wait(stream())
             return self._result()
 
-        return Handle(self.name, self.operation, self.waits, finish=_once(finish))
+        return Handle(self.name, self.operation, self.waits, finish=self._once(finish))
 
     def with_device_wait(self) -> Handle[T]:
         """Return a handle for a CUDA device, whose first ``wait()`` also waits until the device is done."""
@@ -166,7 +166,7 @@ class Handle(Generic[T]):
                 time.sleep(_GPU_SECONDS)
             return self._result()
 
-        return Handle(self.name, self.operation, self.waits, finish=_once(finish))
+        return Handle(self.name, self.operation, self.waits, finish=self._once(finish))
 
     def _is_completed_on_device(self) -> bool:
         with translated():
@@ -179,19 +179,25 @@ class Handle(Generic[T]):
     def _result(self) -> T:
         return self.known if self.finish is None else self.finish()  # type: ignore[return-value]  # T may be None
 
+    def _once(self, make: Callable[[], U]) -> Callable[[], U]:
+        """Return a function that calls ``make`` until it succeeds, by one thread at a time, and returns that result."""
+        lock = threading.Lock()
+        results: list[U] = []  # guarded by lock
+        name, waits = self.name, self.waits
 
-def _once(make: Callable[[], T]) -> Callable[[], T]:
-    """Return a function that calls ``make`` until it succeeds, by one thread at a time, and returns that result."""
-    lock = threading.Lock()
-    results: list[T] = []  # guarded by lock
+        def finish() -> U:
+            if not lock.acquire(timeout=min(waits.timeout, threading.TIMEOUT_MAX)):
+                raise DeadlineExceededError(
+                    f"Another thread that waits for {name!r} has not processed its result within {waits.timeout:g} s."
+                )
+            try:
+                if not results:
+                    results.append(make())
+                return results[0]
+            finally:
+                lock.release()
 
-    def finish() -> T:
-        with lock:
-            if not results:
-                results.append(make())
-            return results[0]
-
-    return finish
+        return finish
 
 
 def poll(handle: Handle[T]) -> bool:

@@ -7,7 +7,7 @@ import pytest
 
 from sparkhvd._core import CoreError
 from sparkhvd.comm.handle import Handle, Waits
-from sparkhvd.errors import CollectiveError
+from sparkhvd.errors import CollectiveError, DeadlineExceededError
 
 _SECONDS = 30.0
 
@@ -70,6 +70,25 @@ def test_two_threads_that_wait_at_once_receive_the_result_of_one_step():
     one, other = wait_in_two_threads(derive)
     assert calls == [1]
     assert one is other
+
+
+def test_a_thread_does_not_wait_forever_for_the_step_of_another_thread():
+    begun, may_end = threading.Event(), threading.Event()
+
+    def step(number):
+        begun.set()
+        return may_end.wait(_SECONDS), number
+
+    handle = Handle("sum", FinishedOperation(), Waits(0.01), 1).then(step)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(handle.wait)
+        assert begun.wait(_SECONDS)
+        try:
+            with pytest.raises(DeadlineExceededError, match="Another thread that waits for 'sum' has not processed"):
+                handle.wait()
+        finally:
+            may_end.set()
+        assert first.result(_SECONDS) == handle.wait() == (True, 1)
 
 
 def test_a_stream_waits_once_although_two_threads_wait_at_once():
