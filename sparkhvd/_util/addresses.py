@@ -49,13 +49,14 @@ def address_to_bind(own_host: str, peer_hosts: Sequence[str]) -> str:
     """Return a local address that peers on ``peer_hosts`` can reach.
 
     This is loopback if all peers are on ``own_host``. Otherwise it is the address that ``own_host`` resolves to, if
-    this machine has that address. Otherwise (for example behind NAT) it is the source address of packets to the peers.
+    this machine has that address. Otherwise (for example behind NAT, or on Debian, where the name of a host resolves to
+    loopback on the host itself) it is the source address of packets to the peers.
     """
     elsewhere = [host for host in peer_hosts if host != own_host]
     if not elsewhere:
         return LOOPBACK
     for _, address in _resolve(own_host):
-        if _can_bind(address):
+        if _can_bind(address) and (is_loopback(own_host) or not is_loopback(address)):
             return address
     outgoing = (outgoing_address(host) for host in elsewhere)
     return next((address for address in outgoing if address != LOOPBACK), LOOPBACK)

@@ -52,3 +52,10 @@ def test_link_local_ipv4_addresses_are_reachable_like_others():
         expected = probe.getsockname()[0]
     assert address_to_bind("192.0.2.200", [peer]) == outgoing_address(peer) == expected
     assert outgoing_address("fe80::1") == "127.0.0.1"
+
+
+def test_a_name_that_resolves_to_loopback_is_not_bound_if_a_peer_is_elsewhere():
+    peer, name = "169.254.7.7", "127.1"  # resolves like the own name of a Debian host, but is not known as loopback
+    assert socket.gethostbyname(name) == "127.0.0.1"
+    assert address_to_bind(name, [name, peer]) == outgoing_address(peer) != "127.0.0.1"
+    assert address_to_bind(name, [name, "localhost"]) == "127.0.0.1"
