@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import TypeVar
 
 T = TypeVar("T")
+Item = TypeVar("Item")
 
 # A signal just before the main thread begins to wait is only noticed at the end of that wait, so each wait is short.
 _POLL_SECONDS = 0.5
@@ -33,6 +35,41 @@ def in_background(act: Callable[[], T], name: str) -> Future[T]:
     # name that it keeps.
     threading.Thread(target=run, name=name, daemon=True).start()
     return future
+
+
+def in_threads(act: Callable[[Item], T], items: Sequence[Item], limit: int, name: str) -> list[T]:
+    """Call ``act`` for all items in up to ``limit`` threads, and return the results in the order of the items.
+
+    After an error, no further calls begin, and the error is raised once those in progress have ended. Unlike a
+    ``ThreadPoolExecutor``, this also works after the main thread has ended.
+    """
+    results: dict[int, T] = {}
+    waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
+    for index in range(len(items)):
+        waiting.put(index)
+    ending = threading.Event()
+
+    def run() -> None:
+        while not ending.is_set():
+            try:
+                index = waiting.get_nowait()
+            except queue.Empty:
+                return
+            try:
+                results[index] = act(items[index])
+            except BaseException:
+                ending.set()
+                raise
+
+    try:
+        threads = [in_background(run, f"{name}-{number}") for number in range(min(limit, len(items)))]
+        for thread in threads:
+            is_done_within(thread)
+        for thread in threads:
+            thread.result()
+    finally:
+        ending.set()  # Ctrl-C may have interrupted the wait
+    return [results[index] for index in range(len(items))]
 
 
 def is_set_within(event: threading.Event, seconds: float = math.inf) -> bool:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from sparkhvd._util.background import in_threads
 from sparkhvd.data.schema.calendars import julian_leaves
 from sparkhvd.data.schema.columns import open_parquet
 from sparkhvd.errors import DataError
@@ -74,8 +74,7 @@ def read_footers(store: Store, paths: Sequence[str]) -> list[Footer]:
     Raises:
         DataError: a file is not Parquet, was cut off, or cannot be read; the message names its URL.
     """
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="sparkhvd-footers") as pool:
-        return list(pool.map(lambda path: _read(store, path), paths))
+    return in_threads(lambda path: _read(store, path), paths, _THREADS, "sparkhvd-footers")
 
 
 def _read(store: Store, path: str) -> Footer:

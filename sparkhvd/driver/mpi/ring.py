@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 
+from sparkhvd._util.background import in_threads
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import LaunchError
 from sparkhvd.rpc.client import Client, connect
@@ -14,6 +15,7 @@ from sparkhvd.rpc.registration import TaskRegistration, TaskServer
 
 # The number of threads may exceed the number of cores: most of them wait for unreachable addresses.
 _MAX_THREADS = 64
+_THREAD = "sparkhvd-probe"
 _CONNECT_SECONDS = 30.0
 _PROBE_SECONDS = 60.0
 
@@ -35,26 +37,26 @@ def connect_ring(tasks: Sequence[TaskRegistration], secret: bytes, *, encrypt: b
         LaunchError: a task has no such address.
         OSError: a task cannot be reached from the driver, or was lost.
     """
-    with ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="sparkhvd-probe") as pool:
-        attempts = [[pool.submit(_open_link, server, secret, encrypt) for server in task.servers] for task in tasks]
-        results = [[attempt.result() for attempt in row] for row in attempts]
-        links = [[result for result in row if isinstance(result, Link)] for row in results]
-        chosen: list[Link] = []
-        try:
-            for task, row in zip(tasks, results, strict=True):
-                errors = [str(result) for result in row if isinstance(result, OSError)]
-                if len(errors) == len(row):
-                    raise ConnectionError(f"{task.offer.host} cannot be reached: {' '.join(errors)}")
-            answers = pool.map(_reachable_addresses, [row[0] for row in links], [*tasks[1:], tasks[0]])
-            reachable = list(answers)
-            usable = [
-                [link for link in row if link.server.address in addresses]
-                for row, addresses in zip(links, [reachable[-1], *reachable[:-1]], strict=True)
-            ]
-            chosen += _choose_links(tasks, usable)
-        finally:
-            for link in (candidate for row in links for candidate in row if candidate not in chosen):
-                link.client.close()
+    servers = [server for task in tasks for server in task.servers]
+    opened = iter(in_threads(lambda server: _open_link(server, secret, encrypt), servers, _MAX_THREADS, _THREAD))
+    results = [list(islice(opened, len(task.servers))) for task in tasks]
+    links = [[result for result in row if isinstance(result, Link)] for row in results]
+    chosen: list[Link] = []
+    try:
+        for task, row in zip(tasks, results, strict=True):
+            errors = [str(result) for result in row if isinstance(result, OSError)]
+            if len(errors) == len(row):
+                raise ConnectionError(f"{task.offer.host} cannot be reached: {' '.join(errors)}")
+        neighbors = [(row[0], task) for row, task in zip(links, [*tasks[1:], tasks[0]], strict=True)]
+        reachable = in_threads(lambda pair: _reachable_addresses(*pair), neighbors, _MAX_THREADS, _THREAD)
+        usable = [
+            [link for link in row if link.server.address in addresses]
+            for row, addresses in zip(links, [reachable[-1], *reachable[:-1]], strict=True)
+        ]
+        chosen += _choose_links(tasks, usable)
+    finally:
+        for link in (candidate for row in links for candidate in row if candidate not in chosen):
+            link.client.close()
     return chosen
 
 
