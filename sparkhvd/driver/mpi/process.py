@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -14,13 +13,13 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from sparkhvd._util.background import in_background, is_done_within
 from sparkhvd.comm.connect.inherited_world import memory_file
 from sparkhvd.config import changed_environment
 from sparkhvd.driver.mpi.command import agent_script, agent_setting, mpirun_defaults
 from sparkhvd.driver.mpi.remote_shell import DRIVER_ADDRESSES, DRIVER_ENCRYPTS, DRIVER_SECRET
+from sparkhvd.task.worker.exit import kill_session
 from sparkhvd.task.worker.import_path import IMPORT_PATH, import_path
 
 logger = logging.getLogger(__name__)
@@ -112,9 +111,7 @@ class Mpirun:
 
     def _end_session(self) -> None:
         """End all processes of the session at once."""
-        for pid in session_processes(self._process.pid):  # each agent leads a process group of its own
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        kill_session(self._process.pid)  # each agent leads a process group of its own
         is_done_within(self._ended)
         is_done_within(self._output_ended)
 
@@ -147,16 +144,3 @@ class Mpirun:
             os.killpg(self._process.pid, number)
         except (ProcessLookupError, PermissionError):
             return
-
-
-def session_processes(session: int) -> list[int]:
-    """Return the processes of a session; the kernel does not reuse the session's id while it has any."""
-    pids = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue  # it has just ended
-        if int(fields[3]) == session:
-            pids.append(int(stat.parent.name))
-    return pids

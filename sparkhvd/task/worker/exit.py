@@ -1,9 +1,12 @@
-"""How a worker process ended."""
+"""The end of a worker process: how it ended, and the processes that it leaves behind."""
 
 from __future__ import annotations
 
 import os
+import signal
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -29,3 +32,17 @@ def wait_for_child(pid: int) -> int:
     if status is None:
         return 0
     return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
+
+
+def kill_session(session: int) -> None:
+    """Kill all processes of a session except this one.
+
+    A process group is not enough, because programs such as ``timeout`` and interactive shells make their own. A process
+    that has made its own session is a daemon, which its user ends. The kernel does not reuse the session's id while it
+    has any process, or while the parent of its leader keeps the leader's id reserved.
+    """
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # the process has just ended
+            pid = int(stat.parent.name)
+            if int(stat.read_text(errors="replace").rpartition(")")[2].split()[3]) == session and pid != os.getpid():
+                os.kill(pid, signal.SIGKILL)

@@ -16,9 +16,9 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import NoReturn
 
 import cloudpickle
@@ -39,10 +39,11 @@ from sparkhvd.errors import (
 from sparkhvd.task.failure_report import ENDED, STARTING
 from sparkhvd.task.user_code.pickling import dumps
 from sparkhvd.task.worker.command import CommandEndedError
+from sparkhvd.task.worker.exit import kill_session
 from sparkhvd.task.worker.import_path import IMPORT_PATH
 from sparkhvd.task.worker.scratch import remove_scratch
 from sparkhvd.task.worker.spec import FnEnded, Joined, Leave, Raised, Ready, Returned, WorkerSpec
-from sparkhvd.task.worker.template import Offer, native_threads, split_off_template
+from sparkhvd.task.worker.template import Offer, credentials, descriptor_of, native_threads, split_off_template
 
 # How long the process waits for the task's answer to its report before it ends. The task answers at once.
 _LEAVE_SECONDS = 10.0
@@ -73,7 +74,7 @@ def main(arguments: list[str]) -> int:
         with contextlib.suppress(AttributeError):
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     python_threads = {thread.native_id for thread in threading.enumerate()} - {threading.get_native_id()}
-    connection, inbox = _connect(options.control_fd)
+    connection, inbox, links = _connect(options.control_fd)
     known_threads = native_threads() - python_threads
     with gc_paused_for_import():
         for name in options.preload:
@@ -82,8 +83,8 @@ def main(arguments: list[str]) -> int:
     if options.template_fds is not None:
         listener, owner = options.template_fds
         offer = Offer(socket.socket(fileno=listener), owner)
-        if (control := split_off_template(offer, options.warm_seconds, connection, known_threads)) is not None:
-            connection, inbox = _connect(control)
+        if (control := split_off_template(offer, options.warm_seconds, links, known_threads)) is not None:
+            connection, inbox, _ = _connect(control)
     try:
         spec = pickle.loads(inbox.get())
         if not isinstance(spec, WorkerSpec):
@@ -93,16 +94,22 @@ def main(arguments: list[str]) -> int:
         remove_scratch(scratch_folder())  # normally the task removes it, but the task may have ended
 
 
-def _connect(control: int) -> tuple[Connection, queue.SimpleQueue[bytes]]:
-    """Return this worker's private socket, and the queue of the pickled messages of its task.
+def _connect(control: int) -> tuple[Connection, queue.SimpleQueue[bytes], list[int]]:
+    """Return this worker's private socket, the queue of the pickled messages of its task, and the watched descriptors.
 
     Only the main thread unpickles. Another thread could be importing a module while a template is forked, which would
     leave the template with an incomplete module.
     """
+    os.set_inheritable(control, False)  # programs that the worker executes must not keep the socket open
+    links = [control]
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(control)) as link:
+        links.append(descriptor_of(credentials(link)[0]))
     connection = Connection(control)
     inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    threading.Thread(target=_watch_task, args=(connection, inbox), name="sparkhvd-task-watch", daemon=True).start()
-    return connection, inbox
+    threading.Thread(
+        target=_watch_task, args=(connection, links, inbox), name="sparkhvd-task-watch", daemon=True
+    ).start()
+    return connection, inbox, links
 
 
 def _run_job(spec: WorkerSpec, connection: Connection, inbox: queue.SimpleQueue[bytes]) -> int:
@@ -264,17 +271,23 @@ def _is_secondary(error: BaseException | None) -> bool:
     return False
 
 
-def _watch_task(connection: Connection, inbox: queue.SimpleQueue[bytes]) -> None:
-    """Queue the messages of the task; when its end of the socket closes, end this whole process group.
+def _watch_task(connection: Connection, links: Sequence[int], inbox: queue.SimpleQueue[bytes]) -> None:
+    """Queue the messages of the task; when its end of the socket closes or it ends, end this whole session.
 
-    The kernel's parent-death signal is not enough: it would end this process, but not its children.
+    The kernel's parent-death signal is not enough: it would end this process, but not its children. The socket is not
+    enough either: a process that the task has forked keeps its end open.
+
+    Args:
+        connection: the socket.
+        links: its descriptor, and that of the task's process if the kernel has one.
+        inbox: receives the messages.
     """
-    while True:
-        try:
+    with contextlib.suppress(EOFError, OSError):
+        while connection.fileno() in wait(links):
             inbox.put(connection.recv_bytes())
-        except (EOFError, OSError):
-            remove_scratch(scratch_folder())
-            os.killpg(0, signal.SIGKILL)
+    remove_scratch(scratch_folder())
+    kill_session(os.getsid(0))
+    os.killpg(0, signal.SIGKILL)
 
 
 def _configure_logging(level: int) -> None:

@@ -18,13 +18,13 @@ from multiprocessing.connection import Connection
 from typing import Protocol
 
 from sparkhvd.config import SCRATCH, changed_environment
-from sparkhvd.task.worker.exit import Exited, wait_for_child
+from sparkhvd.task.worker.exit import Exited, kill_session, wait_for_child
 from sparkhvd.task.worker.import_path import IMPORT_PATH, import_path, python_module
 from sparkhvd.task.worker.output import OutputPump, RankLog
 from sparkhvd.task.worker.scratch import make_scratch, remove_scratch
 from sparkhvd.task.worker.template import ForkedProcess, Offer, Origin, Templates
 
-# How long a process that left the worker's process group may still write to the pipes after the end of the group.
+# How long a process that left the worker's session may still write to the pipes after the end of the session.
 OUTPUT_SECONDS = 2.0
 
 
@@ -206,7 +206,7 @@ def not_started(executable: str, why: str) -> str:
 class WorkerProcess:
     """One worker and the private socket to it.
 
-    The worker's reports and its exit arrive in ``events``. ``close`` ends the whole process group.
+    The worker's reports and its exit arrive in ``events``. ``close`` ends the whole session.
     """
 
     def __init__(self, spawned: Spawned, log: RankLog) -> None:
@@ -235,24 +235,24 @@ class WorkerProcess:
         self._outbox.put(pickle.dumps(message))
 
     def terminate(self, grace_seconds: float) -> None:
-        """Send SIGTERM to the process group, and SIGKILL after ``grace_seconds``; then remove the scratch folder."""
+        """Send SIGTERM to the group, after ``grace_seconds`` SIGKILL to the session; then remove the scratch folder."""
         if not self._exited.is_set():
             self._signal(signal.SIGTERM)
         self._exited.wait(grace_seconds)
-        self._signal(signal.SIGKILL)
+        self._kill()
         remove_scratch(self._scratch)
 
     def wait_for_exit(self, seconds: float) -> bool:
         return self._exited.wait(seconds)
 
     def close(self, grace_seconds: float = 1.0) -> None:
-        """End the process group, join the threads, close the files. May be called again."""
+        """End the session, join the threads, close the files. May be called again."""
         if self._closed:
             return
         self._closed = True
         self.terminate(grace_seconds)
         self._waiter.join()
-        # A process that left the group may still hold the other end; this wakes the reader and the writer regardless.
+        # A process that left the session may still hold the other end; this wakes the reader and the writer regardless.
         self._socket.shutdown(socket.SHUT_RDWR)
         self._outbox.put(None)
         self._reader.join()
@@ -279,10 +279,14 @@ class WorkerProcess:
     def _wait(self) -> None:
         exited = self._process.wait()
         # Wait for a report that was sent just before the exit, so that it comes first.
-        self._signal(signal.SIGKILL)
+        self._kill()
         self._reader.join(1.0)
         self._exited.set()
         self.events.put(exited)
+
+    def _kill(self) -> None:
+        self._signal(signal.SIGKILL)
+        kill_session(self.pid)
 
     def _signal(self, number: signal.Signals) -> None:
         try:

@@ -24,7 +24,6 @@ import sysconfig
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn
 
@@ -230,18 +229,21 @@ class Templates:
 
 def _offer(origin: Origin, listener: socket.socket) -> Offer | None:
     try:
-        offer = Offer(listener, _descriptor_of(origin.owner))
-    except OSError:  # the owner has just ended, or the kernel is older than Linux 5.3
+        offer = Offer(listener, descriptor_of(origin.owner))
+    except OSError:
         listener.close()
         return None
     _end_oldest(origin.owner, _MAX_TEMPLATES - 1)
     return offer
 
 
-def _descriptor_of(process: int) -> int:
-    """Return a descriptor of a process.
+def descriptor_of(process: int) -> int:
+    """Return a descriptor of a process, which becomes readable when the process ends.
 
     A Python that was built on an old Linux, such as conda's, lacks ``pidfd_open``.
+
+    Raises:
+        OSError: the process has ended, or the kernel is older than Linux 5.3.
     """
     if hasattr(os, "pidfd_open"):
         return os.pidfd_open(process)
@@ -271,7 +273,7 @@ def _addresses(owner: int) -> set[str]:
 def _start_time(link: socket.socket) -> int:
     """Return when the process at the other end started, in the kernel's ticks."""
     with contextlib.suppress(OSError):  # it has just ended
-        return int(Path(f"/proc/{_credentials(link)[0]}/stat").read_text().rpartition(")")[2].split()[19])
+        return int(Path(f"/proc/{credentials(link)[0]}/stat").read_text().rpartition(")")[2].split()[19])
     return 0
 
 
@@ -301,17 +303,17 @@ def _connect(address: str) -> socket.socket | None:
 
 def _is_same_user(link: socket.socket) -> bool:
     """Return whether the other end belongs to this user; any user of this host may bind or connect to a name."""
-    return _credentials(link)[1] == os.geteuid()
+    return credentials(link)[1] == os.geteuid()
 
 
-def _credentials(link: socket.socket) -> tuple[int, int]:
-    """Return the process and the user at the other end."""
+def credentials(link: socket.socket) -> tuple[int, int]:
+    """Return the process and the user at the other end: the ones that connected or listened, or created the pair."""
     process, user, _ = _CREDENTIALS.unpack(link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return int(process), int(user)
 
 
 def split_off_template(
-    offer: Offer, idle_seconds: float, control: Connection, known_threads: frozenset[int]
+    offer: Offer, idle_seconds: float, links: Sequence[int], known_threads: frozenset[int]
 ) -> int | None:
     """Fork the template, which serves until its owner ends or it is idle for too long.
 
@@ -321,8 +323,8 @@ def split_off_template(
     Args:
         offer: the template's descriptors, which this function closes.
         idle_seconds: how long the template waits for the next request.
-        control: this worker's private socket, which the template closes.
-        known_threads: threads from before the imports that a fork may end: the thread that reads ``control``, and the
+        links: the descriptors that connect this worker to its task, which the template closes.
+        known_threads: threads from before the imports that a fork may end: the thread that reads ``links``, and the
             threads of NumPy's BLAS, which starts them again. Other Python threads, such as those that a
             ``sitecustomize`` starts, are not among them.
 
@@ -351,7 +353,8 @@ def split_off_template(
             os.close(ready_writer)
             worker_name = _COMMAND_NAME.read_text().rstrip("\n")
             _COMMAND_NAME.write_text(TEMPLATE_NAME)
-            control.close()
+            for link in links:
+                os.close(link)
             null_device = os.open(os.devnull, os.O_RDWR)
             _redirect(null_device, null_device)
             return _serve(offer, idle_seconds, worker_name)

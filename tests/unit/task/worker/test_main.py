@@ -235,7 +235,7 @@ def test_a_worker_finds_the_yarn_tokens_of_its_task(monkeypatch):
 def fork_and_stay(path):
     import subprocess  # noqa: PLC0415
 
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], process_group=0)
     with open(path, "w") as file:  # noqa: PTH123
         file.write(str(child.pid))
     import time  # noqa: PLC0415
@@ -285,19 +285,23 @@ def test_the_folder_of_a_killed_worker_is_removed(worker, tmp_path):
 
 def test_a_worker_and_its_children_end_when_their_task_is_killed(tmp_path):
     program = (
-        "import sys, threading; sys.path.insert(0, sys.argv[1]); import test_main as t; "
+        "import os, sys, threading; sys.path.insert(0, sys.argv[1]); import test_main as t; "
         "from pathlib import Path; w = t.WorkerProcess(t.spawn_worker({}, {}, ()), t.DriverLog(t.Job(b'', 1))); "
         "w.send(t.spec(t.fork_and_stay, sys.argv[2])); Path(sys.argv[3]).write_text(str(w.pid)); "
+        "child = os.fork(); child and Path(sys.argv[4]).write_text(str(child)); "
         "threading.Event().wait()"
     )
-    pid_files = [tmp_path / "child", tmp_path / "worker"]
+    pid_files = [tmp_path / name for name in ("child", "worker", "fork of the task")]
     task = psutil.Popen([sys.executable, "-c", program, os.path.dirname(__file__), *map(str, pid_files)])  # noqa: PTH120
     pause = queue.SimpleQueue()
     while not all(path.exists() and path.read_text() for path in pid_files):
         assert task.is_running()
         with pytest.raises(queue.Empty):
             pause.get(timeout=0.05)
-    family = [psutil.Process(int(path.read_text())) for path in pid_files]
+    *family, fork = [psutil.Process(int(path.read_text())) for path in pid_files]
     task.kill()
     task.wait()
-    assert psutil.wait_procs(family, timeout=20.0)[1] == []
+    try:
+        assert psutil.wait_procs(family, timeout=20.0)[1] == []
+    finally:
+        fork.kill()  # it holds the task's end of the socket

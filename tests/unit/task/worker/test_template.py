@@ -297,6 +297,7 @@ def process_state() -> dict[str, object]:
         "group": os.getpgid(0) == os.getpid() == os.getsid(0),
         "signals": [signal.getsignal(signal.SIGCHLD), signal.getsignal(signal.SIGTERM)],
         "descriptors": len(os.listdir("/proc/self/fd")),  # noqa: PTH208
+        "inherited": subprocess.check_output(["/bin/ls", "/proc/self/fd"], close_fds=False).split(),
         "threads": sorted(thread.name for thread in threading.enumerate()),
         "arguments": sys.argv[0],
         "variables": {name: value for name, value in os.environ.items() if name != "SPARKHVD_SCRATCH"},
@@ -311,6 +312,7 @@ def test_a_forked_worker_has_the_state_of_a_new_one():
     assert not any(Path(folder).exists() for folder in scratch)
     assert forked == new
     assert forked["group"] is True
+    assert forked["inherited"] == [b"0", b"1", b"2", b"3"]  # the last one is the folder that ls reads
 
 
 def draws() -> tuple[float, float]:
@@ -553,19 +555,19 @@ def test_a_template_of_a_spark_task_outlives_the_task_and_ends_with_the_executor
 def test_a_python_without_pidfd_open_can_watch_a_process(monkeypatch):
     monkeypatch.delattr(os, "pidfd_open")
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as watched:
-        descriptor = template_module._descriptor_of(watched.pid)
+        descriptor = template_module.descriptor_of(watched.pid)
         assert not select.select([descriptor], [], [], 0)[0]
         watched.kill()
         assert select.select([descriptor], [], [], 20.0)[0]
         os.close(descriptor)
     with pytest.raises(ProcessLookupError, match=f"process {watched.pid} cannot be watched"):
-        template_module._descriptor_of(watched.pid)
+        template_module.descriptor_of(watched.pid)
 
 
 def test_a_template_of_another_user_receives_no_requests(monkeypatch):
     result(spawn(), os.getpid)
     template_process = current_template()
-    monkeypatch.setattr(template_module, "_credentials", lambda _: (template_process.pid, os.geteuid() + 1))
+    monkeypatch.setattr(template_module, "credentials", lambda _: (template_process.pid, os.geteuid() + 1))
     monkeypatch.setattr(template_module, "_SPLIT_SECONDS", 0.1)
     worker = spawn()
     assert psutil.Process(worker.pid).ppid() == os.getpid(), "the worker was forked"
