@@ -1,6 +1,7 @@
 """Collectives on Python objects, which cloudpickle serializes.
 
-Received bytes are unpickled, so these are only for ranks of one job, whose links are authenticated.
+Received bytes are unpickled, so these are only for ranks of one job, whose links are authenticated. A class that a rank
+already has keeps the attributes that it has there, whether it is pickled by value or by name.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import TypeVar
 import cloudpickle
 import numpy as np
 
+from sparkhvd._util.class_pickling import PeerPickler, dumps
 from sparkhvd.comm.collectives.buffers import buffer_of
 from sparkhvd.comm.collectives.options import SubmitOptions
 from sparkhvd.comm.communicator import Communicator
@@ -90,7 +92,7 @@ def allgather_object(
 def _pickled(value: object) -> tuple[bytes, Exception | None]:
     """Return the pickle of a value, or no bytes and the error: the other ranks wait for bytes in both cases."""
     try:
-        return cloudpickle.dumps(value), None
+        return dumps(value, PeerPickler), None
     except Exception as problem:  # noqa: BLE001  a user's __reduce__ may raise anything
         return b"", problem
 

@@ -11,6 +11,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
+from sparkhvd._util.class_pickling import PeerPickler, dumps
 from sparkhvd.comm import objects, session
 from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.errors import ConfigError, HostsUpdatedInterrupt, MismatchError
@@ -192,7 +193,7 @@ class ObjectState(State):
                 f"{saving.__name__} overrides save(), so it must also define dump_commit() and load_commit() for "
                 "run_elastic to keep its commits in a Store."
             )
-        content: bytes = cloudpickle.dumps(self._saved_copy())
+        content: bytes = dumps(self._saved_copy(), PeerPickler)
         return content
 
     def load_commit(self, content: bytes) -> None:

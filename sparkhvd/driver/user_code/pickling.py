@@ -21,6 +21,7 @@ from typing import Any
 
 import cloudpickle
 
+from sparkhvd._util.class_pickling import Pickler
 from sparkhvd.driver.user_code.importable import importable_elsewhere
 from sparkhvd.driver.user_code.user_modules import (
     UserModule,
@@ -269,7 +270,7 @@ def _is_stateless(value: object) -> bool:
     return True
 
 
-class CodePickler(pickling.Pickler):
+class CodePickler(Pickler):
     """Pickles by value the code that cannot be imported where the pickle is loaded; see ``dumps``."""
 
     def __init__(self, file: io.BytesIO | _HashWriter, *, code: Code) -> None:

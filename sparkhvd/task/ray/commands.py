@@ -15,12 +15,12 @@ from contextlib import closing
 
 import cloudpickle
 
+from sparkhvd._util.class_pickling import dumps
 from sparkhvd.comm import session
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import LaunchError
 from sparkhvd.rpc.frames import MAX_FRAME_BYTES, FrameSocket, accept, connect_unix
 from sparkhvd.task.supervision import JOB_SECONDS, NOTE_SECONDS
-from sparkhvd.task.user_code.pickling import dumps
 
 # The first byte of a command; the pickled function and its arguments follow. LEAVE ends the rank.
 RUN, EXECUTE, LEAVE = b"r", b"e", b"l"

@@ -1,66 +1,31 @@
-"""Pickles of user code that leave the classes of the receiving process unchanged.
-
-When cloudpickle loads a class in the process that defined it, it returns that class but sets all its attributes again.
-The methods then become copies with their own globals and no longer follow the module. Here, a class keeps its
-attributes.
-"""
+"""Pickles of user code: its modules, functions and stateless values."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
-import io
 import linecache
 import os
 import sys
 import uuid
-import weakref
 from collections.abc import Callable, Mapping
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-import cloudpickle
 from cloudpickle.cloudpickle import _DYNAMIC_CLASS_TRACKER_BY_CLASS as _BY_CLASS
 from cloudpickle.cloudpickle import _DYNAMIC_CLASS_TRACKER_BY_ID as _BY_ID
 
+from sparkhvd._util.class_pickling import set_class_state
 from sparkhvd.task.user_code.importable import locate
+
+__all__ = ("set_class_state",)  # pickles in Stores, made by earlier versions, find it here
 
 # The limit of characters per function; tracebacks elsewhere show no source lines of longer functions.
 _MAX_SOURCE_CHARACTERS = 64 * 1024
 # The state below belongs to the process, as cloudpickle's own table of classes does.
 _PROCESS = uuid.uuid4().hex
-_received_classes: weakref.WeakSet[type] = weakref.WeakSet()  # classes that arrived in a pickle
 _singles: dict[tuple[type, str, str, str], object] = {}  # stateless values that arrived in a pickle, see single()
 _sources: dict[str, dict[int, str]] = {}  # lines by number, for files that this process lacks
-_own_classes: weakref.WeakSet[type] = weakref.WeakSet()  # classes of this process that it has pickled
-
-
-class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
-    """Pickles classes by value; the process that defines a class keeps its own on loading."""
-
-    def reducer_override(self, value: Any) -> Any:
-        """Return how to pickle a value; pickle calls this method."""
-        reduced = super().reducer_override(value)
-        if isinstance(value, type) and isinstance(reduced, tuple) and len(reduced) == 6:
-            if value not in _received_classes:
-                _own_classes.add(value)
-            return (*reduced[:5], functools.partial(set_class_state, reduced[5]))
-        return reduced
-
-
-def dumps(value: object) -> bytes:
-    """Pickle a value with ``Pickler``; ``cloudpickle.loads`` loads it."""
-    buffer = io.BytesIO()
-    Pickler(buffer).dump(value)
-    return buffer.getvalue()
-
-
-def set_class_state(setter: Callable[[type, Any], Any], kind: type, state: Any) -> type:
-    """Set the attributes that arrived with a class, unless this process defined the class."""
-    if kind not in _own_classes:
-        _received_classes.add(kind)
-        setter(kind, state)
-    return kind
 
 
 class SentModule(ModuleType):

@@ -23,6 +23,7 @@ from typing import NoReturn
 
 import cloudpickle
 
+from sparkhvd._util.class_pickling import dumps
 from sparkhvd._util.framework_imports import gc_paused_for_import
 from sparkhvd._util.texts import first_line
 from sparkhvd.comm import session
@@ -37,7 +38,6 @@ from sparkhvd.errors import (
     ParamError,
 )
 from sparkhvd.task.failure_report import ENDED, STARTING
-from sparkhvd.task.user_code.pickling import dumps
 from sparkhvd.task.worker.command import CommandEndedError
 from sparkhvd.task.worker.exit import kill_session
 from sparkhvd.task.worker.import_path import IMPORT_PATH

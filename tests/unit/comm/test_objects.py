@@ -38,6 +38,16 @@ def gather_values():
     )
 
 
+class Settings:
+    rank = None
+
+
+def gather_objects_of_a_class_that_differs_by_rank():
+    Settings.rank = session.rank()
+    gathered = allgather_object(session.current(), Settings())
+    return Settings.rank, isinstance(gathered[session.rank()], Settings)
+
+
 def broadcast_an_unpicklable_object():
     with pytest.raises(CollectiveError) as caught:
         broadcast_object(session.current(), Unpicklable())
@@ -68,6 +78,10 @@ def test_broadcast_object_reaches_every_rank(group, root):
 
 def test_allgather_object_returns_objects_in_rank_order(group):
     assert group.run(gather_values) == [[None, ["x" * 1000]]] * 2
+
+
+def test_gathered_objects_leave_the_attributes_of_their_class_unchanged(group):
+    assert group.run(gather_objects_of_a_class_that_differs_by_rank) == [(0, True), (1, True)]
 
 
 def test_a_root_that_cannot_pickle_fails_every_rank(group):

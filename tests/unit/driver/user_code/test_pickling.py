@@ -223,6 +223,29 @@ def test_code_that_executors_can_import_is_sent_by_name(project, tmp_path):
     assert run_in_new_process("print(objects[0][1](objects[0][0], 21))", content, path=tmp_path) == "21"
 
 
+def test_a_class_keeps_the_attributes_that_the_receiving_process_has_changed(project):
+    namespace = {"__name__": "__main__"}
+    exec(
+        "class Settings:\n    rate, sizes = 1, [1]\n    def read(self):\n        return self.rate, self.sizes",
+        namespace,
+    )
+    kind = namespace["Settings"]
+    contents = [dumps(kind, importable_nowhere)]
+    contents.append(dumps(contents[0]))
+    kind.rate = 7
+    contents.append(dumps(dumps(kind, importable_nowhere)))
+    program = """
+from sparkhvd._util.class_pickling import PeerPickler, dumps
+kind, again, changed = objects
+kind.rate, of_peer = 5, dumps(kind, PeerPickler)
+kind.rate = 6
+kind.sizes.append(2)
+for content in (of_peer, again, changed):
+    print(pickle.loads(content) is kind, *kind().read(), end="; ")
+"""
+    assert run_in_new_process(program, *contents) == "True 6 [1, 2]; True 6 [1, 2]; True 7 [1, 2];"
+
+
 def test_loading_a_class_where_it_is_defined_returns_the_original_class(project):
     method = project.Scale.__call__
     copied = cloudpickle.loads(dumps(project.Scale(), importable_nowhere))
