@@ -6,9 +6,11 @@ It holds its state in a module variable, because ``hvd.init()`` and ``hvd.rank()
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from threading import RLock
 from typing import TYPE_CHECKING
@@ -35,6 +37,7 @@ from sparkhvd.config import (
 )
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import (
+    AuthenticationError,
     ConfigError,
     DeadlineExceededError,
     MismatchError,
@@ -70,6 +73,16 @@ class _Session:
 
 # The time limit of a lookup in the rendezvous, which answers only once the key is set.
 _LOOKUP_SECONDS = 0.5
+# The time limit of a note for the ranks that wait for this one, at the end of its function.
+_LEAVE_SECONDS = 10.0
+
+# How many generations in a row may end with an ``AuthenticationError`` while they connect. A member that is lost in a
+# handshake may be the cause of one of them.
+_MAX_REFUSALS = 5
+# The scope of the first ``init()`` of all ranks.
+_FIRST_SCOPE = "init-1"
+# The code of a lost peer in a failure that ranks publish while they connect; see core/base/failure_note.h.
+_PEER_LOST = "F"
 
 _session = _Session()
 
@@ -135,7 +148,8 @@ def init(
     Raises:
         ConfigError: ``comm`` does not include this rank, a process set cannot be registered, or this process was forked
             from a rank. If no job of this size can register a set, the error is raised before the ranks connect.
-        MismatchError: the ranks passed different process sets.
+        MismatchError: the ranks passed different process sets, or this rank of an elastic job cannot authenticate
+            itself to the others.
         DeadlineExceededError: not all ranks called it within the configured ``start_timeout``.
         AuthenticationError: a peer does not know the job's secret.
     """
@@ -193,7 +207,13 @@ def _join_generation(
     if _session.membership is None:
         _session.membership = Membership(context)
     membership = _session.membership
+    refusals = 0
     while True:
+        if refusals == _MAX_REFUSALS:
+            raise MismatchError(
+                f"This rank could not join {refusals} generations in a row, so the same error probably returns every "
+                f"time: {membership.reason}. Check that nothing but this job answers at the addresses of its hosts."
+            )
         current = replace(membership.next_generation(), config=context.config)
         # Only for messages: ``init()`` does not use this world to connect.
         _session.context = replace(_session.context or context, world=current.world)
@@ -205,6 +225,7 @@ def _join_generation(
             communicator = _open_communicator(current, scope, sets)
         except LOST_CONNECTIONS as error:  # a member was lost meanwhile: the driver forms another generation
             membership.reason = f"could not connect: {error}"
+            refusals = refusals + 1 if isinstance(error, AuthenticationError) else 0
         else:
             _session.watch = _watch(membership, communicator)
             _session.inits[()] += 1
@@ -286,11 +307,11 @@ def _can_retry(error: BaseException) -> bool:
     return isinstance(error, SparkHvdError) and not isinstance(error, ConfigError | MismatchError)
 
 
-def _publish(context: LaunchContext, key: str) -> None:
+def _publish(context: LaunchContext, key: str, value: bytes = b"", seconds: float = math.inf) -> None:
     if context.rendezvous:
-        deadline = Deadline.after(context.config.start_timeout)
+        deadline = Deadline.after(min(seconds, context.config.start_timeout))
         with RendezvousClient(context.rendezvous, context.token, deadline, encrypt=context.config.encrypt) as store:
-            store.set(key, b"", deadline)
+            store.set(key, value, deadline)
 
 
 def _is_known(context: LaunchContext, *keys: str) -> bool:
@@ -380,6 +401,20 @@ def shutdown() -> None:
         finally:
             if server is not None:
                 server.close()
+
+
+def leave_before_init() -> None:
+    """Make the ranks that wait for this one in ``init()`` fail at once, unless this rank has called it.
+
+    Launchers call this function once the rank's function has returned. If a program or child of this process has called
+    ``init()`` in its place, no rank is waiting any more.
+    """
+    job = _session.context
+    if job is None or job.membership is not None or job.world.size == 1 or _session.inits:
+        return
+    note = f"{_PEER_LOST}lost rank {job.world.rank}: it ended without calling init()"
+    with suppress(SparkHvdError):  # the rendezvous has ended, so no rank is waiting
+        _publish(job, f"{_FIRST_SCOPE}/connect-failure", note.encode(), _LEAVE_SECONDS)
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int] | MpiCommunicator) -> ProcessSet:

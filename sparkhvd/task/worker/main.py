@@ -125,6 +125,7 @@ def _run_job(spec: WorkerSpec, connection: Connection, inbox: queue.SimpleQueue[
 
     report = run_payload(spec.payload, on_end)
     if isinstance(report, Returned):
+        session.leave_before_init()
         try:
             session.shutdown()
         except CollectiveError as error:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from dataclasses import replace
 
 import numpy as np
@@ -15,11 +16,14 @@ import pytest
 
 from sparkhvd.comm import session
 from sparkhvd.comm.collectives.buffers import ReduceOp
-from sparkhvd.comm.connect.rendezvous import RendezvousClient
+from sparkhvd.comm.connect.launch_context import MembershipAddress
+from sparkhvd.comm.connect.membership import Assignment, Report, assignment_key, report_key
+from sparkhvd.comm.connect.rendezvous import RendezvousClient, RendezvousServer
 from sparkhvd.comm.connect.routes import addresses_to_offer
 from sparkhvd.comm.stall.stragglers import published_straggler, should_warn
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import ConfigError, SparkHvdError
+from sparkhvd.world import World
 from tests.ranks import CASE_SECONDS, RankGroup
 
 TOTAL = [3.0] * 1000
@@ -46,6 +50,29 @@ def die_while_connecting(victim, sign):
         return failure_of_init()
     except KeyboardInterrupt:
         return "interrupted"
+
+
+def leave_rank_2():
+    if session._session.context.world.rank == 2:
+        session.leave_before_init()
+        return ""
+    return failure_of_init()
+
+
+def join_generations_with_another_secret():
+    """Call ``init()`` as a worker of an elastic job whose membership server and rendezvous disagree."""
+    with ExitStack() as stack:
+        members, rendezvous = (stack.enter_context(closing(RendezvousServer(secret))) for secret in (b"job", b"other"))
+        for generation in range(9):
+            assignment = Assignment(generation + 1, World(1, 2), rendezvous.port, "host", "127.0.0.1")
+            members.set(assignment_key(0, generation), assignment.to_json())
+        address = MembershipAddress(0, (("127.0.0.1", members.port),), b"job")
+        session.set_launch_context(replace(session.launch_context(), membership=address))
+        message = failure_of_init()
+        session.membership().close()
+        return message, [
+            Report.from_json(members.get(report_key(0, number), Deadline.after(0))).generation for number in range(5)
+        ]
 
 
 def init_with(rank, setting, value):
@@ -81,6 +108,13 @@ def test_a_rank_killed_while_connecting_is_named_in_the_errors_of_all_ranks(vict
     assert f"lost rank {victim}: its process ended while the ranks were being connected" in outcomes[1 - victim].value
 
 
+def test_the_other_ranks_do_not_wait_for_a_rank_that_has_ended_without_init():
+    with RankGroup(3, connect=False) as group:
+        *others, _ = group.run(leave_rank_2)
+    for message in others:
+        assert "lost rank 2: it ended without calling init()" in message
+
+
 @pytest.mark.parametrize("comm", [None, [2, 1, 0]])
 def test_a_rank_that_does_not_call_init_is_named_to_the_other_ranks_and_supervisors(comm):
     with RankGroup(3, connect=False, start_timeout=1.0) as group:
@@ -98,6 +132,14 @@ def test_a_rank_that_does_not_call_init_is_named_to_the_other_ranks_and_supervis
 )
 def test_the_first_rank_to_arrive_warns_or_all_if_the_first_four_are_missing(missing, speakers):
     assert [index for index in range(6) if index not in missing and should_warn(index, missing)] == speakers
+
+
+def test_a_rank_that_authentication_keeps_out_of_all_generations_ends_an_elastic_job():
+    with RankGroup(1, connect=False) as group:
+        ((message, generations),) = group.run(join_generations_with_another_secret)
+    assert generations == [0, 1, 2, 3, 4]
+    assert "This rank could not join 5 generations in a row" in message
+    assert "proving that it knows the job's token" in message
 
 
 def test_ctrl_c_while_connecting_ends_init_on_all_ranks():
