@@ -43,7 +43,8 @@ def is_running(pid: int, start: str) -> bool:
 
 
 def _state_and_start(pid: int) -> tuple[str, str]:
-    fields = (_PROCESSES / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    # The kernel cuts the name of the process after 15 bytes, so it may end within a character.
+    fields = (_PROCESSES / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
     return fields[0], fields[19]
 
 

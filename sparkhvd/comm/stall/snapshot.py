@@ -168,8 +168,8 @@ def _namespace() -> str:
 
 def _state_and_start(pid: int) -> tuple[str, str]:
     try:
-        # The second field, in parentheses, is the program's name and may contain anything.
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        # The second field, in parentheses, is the program's name and may contain anything, even invalid UTF-8.
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return "X", ""
     return fields[0], fields[19]

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from sparkhvd._util.process_identity import process_start
 from sparkhvd.config import SCRATCH, export
 from sparkhvd.deadline import Deadline
 from sparkhvd.task.worker.exit import Exited, wait_for_child
@@ -119,8 +120,8 @@ def _inherited_state() -> tuple[str, ...]:
     state = [str(os.getpriority(os.PRIO_PROCESS, 0))]
     for name in _INHERITED_FILES:
         with contextlib.suppress(OSError):  # not every kernel has it
-            state.append((_THREAD / name).read_text())
-    status = (_THREAD / "status").read_text().splitlines()
+            state.append((_THREAD / name).read_text(errors="replace"))
+    status = (_THREAD / "status").read_text(errors="replace").splitlines()
     return *state, *(line for line in status if line.partition(":")[0] in _INHERITED_STATUS)
 
 
@@ -272,9 +273,7 @@ def _addresses(owner: int) -> set[str]:
 
 def _start_time(link: socket.socket) -> int:
     """Return when the process at the other end started, in the kernel's ticks."""
-    with contextlib.suppress(OSError):  # it has just ended
-        return int(Path(f"/proc/{credentials(link)[0]}/stat").read_text().rpartition(")")[2].split()[19])
-    return 0
+    return int(process_start(credentials(link)[0]) or 0)  # 0: it has just ended
 
 
 def _bind(address: str) -> socket.socket | None:
@@ -351,7 +350,7 @@ def split_off_template(
             os.setsid()  # the template outlives the process group of this worker
             offer.listener.listen()
             os.close(ready_writer)
-            worker_name = _COMMAND_NAME.read_text().rstrip("\n")
+            worker_name = _COMMAND_NAME.read_bytes().rstrip(b"\n")
             _COMMAND_NAME.write_text(TEMPLATE_NAME)
             for link in links:
                 os.close(link)
@@ -362,7 +361,7 @@ def split_off_template(
             os._exit(1)
 
 
-def _serve(offer: Offer, idle_seconds: float, worker_name: str) -> int:
+def _serve(offer: Offer, idle_seconds: float, worker_name: bytes) -> int:
     """Fork a worker for every request; return only in a worker."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nothing waits for the parents of the workers
     sources = _sources()
@@ -376,7 +375,7 @@ def _serve(offer: Offer, idle_seconds: float, worker_name: str) -> int:
         # A separate process waits for the worker, so that the template may end first.
         if len(descriptors) == _DESCRIPTORS and os.fork() == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            _COMMAND_NAME.write_text(worker_name)
+            _COMMAND_NAME.write_bytes(worker_name)
             control, stdout, stderr, report = descriptors
             if (pid := os.fork()) != 0:
                 offer.close()
@@ -489,6 +488,6 @@ def native_threads() -> frozenset[int]:
     threads = set()
     for folder in _THREADS.iterdir():
         with contextlib.suppress(OSError):  # it has just ended
-            if (folder / "comm").read_text().strip() not in _RESTARTED_THREADS:
+            if (folder / "comm").read_text(errors="replace").strip() not in _RESTARTED_THREADS:
                 threads.add(int(folder.name))
     return frozenset(threads)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from sparkhvd._util.process_identity import is_running, process_start
 
+# Gives itself a name that the kernel cuts within a character.
+_NAMED = "open('/proc/self/comm', 'wb').write('обучение'.encode()); print(flush=True); input()"
 # Looks for processes as a user who is not root.
 _LOOK = """
 import os, sys
@@ -21,11 +23,13 @@ print([process_identity.is_running(int(pid), "7") for pid in sys.argv[2:]])
 
 
 def test_a_process_is_recognized_until_it_ends():
-    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, "-c", _NAMED], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    process.stdout.readline()
     start = process_start(process.pid)
     assert is_running(process.pid, start)
     assert not is_running(process.pid, f"{start}0"), "another process with the same id"
     process.stdin.close()
+    process.stdout.close()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     assert not is_running(process.pid, start), "a zombie"
     process.wait()

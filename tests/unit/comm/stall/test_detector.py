@@ -306,6 +306,16 @@ def test_a_process_is_identified_by_more_than_its_pid():
     )
 
 
+def test_a_process_name_that_ends_within_a_character_is_no_error():
+    name = Path("/proc/self/comm")  # of a script with a long name, which the kernel cuts
+    before = name.read_bytes()
+    name.write_bytes("обучение".encode()[:15])
+    try:
+        assert process_problem(own_identity()) is None
+    finally:
+        name.write_bytes(before)
+
+
 def test_snapshots_of_ranks_survive_serialization_and_invalid_ones_are_refused():
     condition = Condition(
         (PendingCollective("x", 1.5, 4), PendingCollective("y", 1.0)),

@@ -601,6 +601,17 @@ def test_a_thread_that_ends_while_threads_are_listed_is_omitted(tmp_path, monkey
     assert template_module.native_threads() == {1}
 
 
+def test_a_process_name_that_ends_within_a_character_is_no_error():
+    name = Path("/proc/self/comm")  # of a script with a long name, which the kernel cuts
+    before = name.read_bytes()
+    name.write_bytes("обучение".encode()[:15])
+    try:
+        assert threading.get_native_id() in template_module.native_threads()
+        assert any(line.startswith("Uid:") for line in template_module.Origin.of(("python",), {}).inherited)
+    finally:
+        name.write_bytes(before)
+
+
 def test_descriptors_above_the_limit_of_select_are_polled():
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(2048, limits[1]), limits[1]))
