@@ -10,18 +10,31 @@ import os
 import subprocess
 
 # The inner shell outlives the outer one, so its parent is not the actor. A line on its stdin means that nothing is left
-# to clean.
-_SCRIPT = 'exec 3<&0; (read -r line <&3 || { kill -s KILL -- "-$1"; rm -rf -- "$2"; }) </dev/null &'
+# to clean. The session of a process is the fourth field after its name in /proc.
+_SCRIPT = """exec 3<&0; (read -r line <&3 || {
+    leader=$1; folder=$2; kill -s KILL -- "-$leader"
+    for process in /proc/[0-9]*; do
+        read -r line < "$process/stat" || continue
+        set -- ${line##*) }
+        [ "$4" != "$leader" ] || kill -s KILL "${process#/proc/}"
+    done
+    rm -rf -- "$folder"
+}) </dev/null &"""
 
 
 class Cleanup:
-    """Ends a process group and removes a folder if this process is killed before ``close``."""
+    """Ends a session and removes a folder if this process is killed before ``close``.
 
-    def __init__(self, process_group: int, folder: str | None) -> None:
+    Args:
+        leader: the process that leads the session.
+        folder: the folder; None removes none.
+    """
+
+    def __init__(self, leader: int, folder: str | None) -> None:
         read_end, self._write_end = os.pipe()
         try:
             subprocess.run(
-                ["/bin/sh", "-c", _SCRIPT, "sh", str(process_group), folder or "/nonexistent"],
+                ["/bin/sh", "-c", _SCRIPT, "sh", str(leader), folder or "/nonexistent"],
                 stdin=read_end,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -35,6 +48,6 @@ class Cleanup:
             os.close(read_end)
 
     def close(self) -> None:
-        """Cancel the cleanup; the group has ended and the folder is removed."""
+        """Cancel the cleanup; the session has ended and the folder is removed."""
         os.write(self._write_end, b"\n")
         os.close(self._write_end)

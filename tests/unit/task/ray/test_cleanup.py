@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
+
 from sparkhvd.task.ray.cleanup import Cleanup
 from tests.waiting import wait_for
 
@@ -17,12 +19,16 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_killing_the_process_ends_its_group_and_removes_its_folder(tmp_path):
+def test_killing_the_process_ends_its_session_and_removes_its_folder(tmp_path):
     folder = tmp_path / "scratch folder"
     folder.mkdir()
-    with subprocess.Popen(["sleep", "60"], start_new_session=True) as child:
+    # ``timeout`` makes a process group of its own.
+    with psutil.Popen(["/bin/sh", "-c", "timeout 60 sleep 60; true"], start_new_session=True) as child:
+        wait_for(lambda: any(os.getpgid(process.pid) != child.pid for process in child.children()))
+        others = child.children(recursive=True)
         subprocess.run([sys.executable, "-c", _KILLED, str(child.pid), str(folder)], check=False)
     assert child.returncode == -signal.SIGKILL
+    assert psutil.wait_procs(others, timeout=20.0)[1] == []
     wait_for(lambda: not folder.exists())
 
 
