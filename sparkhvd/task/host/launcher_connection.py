@@ -6,19 +6,28 @@ import os
 import pickle
 import sys
 import threading
-from multiprocessing.connection import Connection
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 from sparkhvd.config import export
 from sparkhvd.task.host.messages import MARKER, HostSetup
 from sparkhvd.task.worker.import_path import IMPORT_PATH
+from sparkhvd.task.worker.template import descriptor_of
 
 
 class LauncherConnection:
-    """The connection to the launcher, over the stdin and stdout of this process."""
+    """The connection to the launcher, over the stdin and stdout of this process.
+
+    It ends with the parent of this process, too, which is the launcher or belongs to ssh or srun: a process that the
+    launcher has forked keeps its end of the stdin open.
+    """
 
     def __init__(self) -> None:
         self._input = Connection(os.dup(0), writable=False)
+        self._watched = [self._input.fileno()]
+        with suppress(OSError):
+            self._watched.append(descriptor_of(os.getppid()))
         output = os.dup(1)
         os.dup2(2, 1)  # user code that prints must not write between the messages
         os.write(output, MARKER)
@@ -27,6 +36,8 @@ class LauncherConnection:
 
     def receive(self) -> object:
         """Return the next message; raise ``EOFError`` when the launcher has ended."""
+        if self._input.fileno() not in wait(self._watched):
+            raise EOFError
         return pickle.loads(self._input.recv_bytes())
 
     def send(self, message: object) -> None:
