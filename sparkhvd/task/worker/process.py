@@ -238,8 +238,8 @@ class WorkerProcess:
         """Send SIGTERM to the group, after ``grace_seconds`` SIGKILL to the session; then remove the scratch folder."""
         if not self._exited.is_set():
             self._signal(signal.SIGTERM)
-        self._exited.wait(grace_seconds)
-        self._kill()
+        if not self._exited.wait(grace_seconds):
+            self._kill()
         remove_scratch(self._scratch)
 
     def wait_for_exit(self, seconds: float) -> bool:
