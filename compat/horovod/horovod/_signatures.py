@@ -8,7 +8,7 @@ from inspect import Parameter, Signature, signature
 from typing import Any
 
 # sparkhvd uses the device that holds the tensor, chooses which gradients to fuse, assigns broadcast variables in place,
-# and does not support TensorFlow 1 and Keras 2.
+# finds out without output what it was built with, and does not support TensorFlow 1 and Keras 2.
 _IGNORED = frozenset(
     {
         "device_dense",
@@ -20,6 +20,7 @@ _IGNORED = frozenset(
         "num_groups",
         "session",
         "use_locking",
+        "verbose",
     }
 )
 

@@ -76,7 +76,9 @@ def use_other_features() -> dict[str, object]:
 
     rows = torch.nn.Embedding(4, 1, sparse=True)
     lazy = torch.optim.SparseAdam(list(rows.parameters()), lr=0.1)
-    lazy = hvd.DistributedOptimizer(lazy, sparse_as_dense=True)
+    lazy = hvd.DistributedOptimizer(lazy, sparse_as_dense=True, backward_passes_per_step=2)
+    lazy.set_backward_passes_per_step(1)
+    passes = lazy.backward_passes_per_step
     rows(torch.tensor([rank()])).sum().backward()
     lazy.step()
     changed = rows.weight.grad.coalesce().indices().tolist()
@@ -99,6 +101,13 @@ def use_other_features() -> dict[str, object]:
         "created": created,
         "warned": [str(warning.message).split(".")[1] for warning in caught],
         "names": sorted(optimizer._parameter_names.values()),
+        "options": [
+            optimizer.op is hvd.Average,
+            optimizer.process_set is hvd.global_process_set,
+            local.process_set is only_first,
+            passes,
+            optimizer.gradient_predivide_factor,
+        ],
         "changed": changed,
         "refused": refused,
         "refused twice": refused_twice,

@@ -50,6 +50,7 @@ def test_a_pytorch_program_can_use_the_features_beside_the_collectives(program):
             "created": [2, 0.0, True],
             "warned": ["step() called without optimizer"],
             "names": ["bias", "weight"],
+            "options": [True, True, True, 1, 1.0],
             "changed": [[0, 1]],
             "refused": "A reducescatter cannot use op=Adasum, which needs whole tensors; use an allreduce.",
             "refused twice": number == 0,
@@ -201,6 +202,7 @@ _KERAS_OPTIMIZER = f"optimizer name {_TF_DEVICES} gradient_predivide_factor op"
 _SCHEDULE = "momentum_correction steps_per_epoch"
 # The parameters of Horovod 0.28.1 that programs can pass by position.
 _PARAMETERS = {
+    "common.util.nccl_built": "verbose",
     "runner.run": "func args kwargs num_proc min_num_proc max_num_proc slots reset_limit cooldown_range hosts hostfile "
     "host_discovery_script start_timeout ssh_port ssh_identity_file disable_cache output_filename verbose use_gloo "
     "use_mpi mpi_args network_interface network_interfaces executable np min_np max_np",
@@ -309,6 +311,17 @@ def test_programs_can_derive_from_the_compressors(horovod):
     sent, context = Halved.compress(torch.ones(1))
     assert (sent.dtype, Halved.decompress(sent, context).dtype) == (torch.float16, torch.float32)
     assert TensorFlowCompressor.dtype.name == "float16"
+
+
+def test_private_modules_that_programs_import_exist(horovod):
+    from horovod.runner.common.util.codec import dumps_base64, loads_base64  # noqa: PLC0415
+    from horovod.torch import elastic  # noqa: PLC0415
+    from horovod.torch.elastic.sampler import ElasticSampler  # noqa: PLC0415
+    from horovod.torch.elastic.state import TorchState  # noqa: PLC0415
+
+    assert (ElasticSampler, TorchState) == (elastic.ElasticSampler, elastic.TorchState)
+    text = dumps_base64(lambda: "loaded")
+    assert (type(text), type(dumps_base64(1, False)), loads_base64(text)()) == (str, bytes, "loaded")
 
 
 def test_elastic_jobs_on_ray_are_refused(horovod):

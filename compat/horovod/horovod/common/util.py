@@ -8,19 +8,32 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, TypeVar
 
-from sparkhvd.comm.interface import gloo_built, mpi_built, nccl_built
+from horovod._signatures import with_parameters
+from sparkhvd.comm import interface
 
 __all__ = [
+    "ccl_built",
     "check_extension",
+    "cuda_built",
+    "ddl_built",
     "env",
     "gloo_built",
     "is_version_greater_equal_than",
     "mpi_built",
     "nccl_built",
+    "rocm_built",
     "split_list",
 ]
 
 T = TypeVar("T")
+
+ccl_built = with_parameters("verbose", interface.ccl_built)
+cuda_built = with_parameters("verbose", interface.cuda_built)
+ddl_built = with_parameters("verbose", interface.ddl_built)
+gloo_built = with_parameters("verbose", interface.gloo_built)
+mpi_built = with_parameters("verbose", interface.mpi_built)
+nccl_built = with_parameters("verbose", interface.nccl_built)
+rocm_built = with_parameters("verbose", interface.rocm_built)
 
 
 def check_extension(*_: Any, **__: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from sparkhvd.comm.collectives.buffers import ReduceOp
-from sparkhvd.comm.interface import Average, ProcessSet
+from sparkhvd.comm.interface import Average, ProcessSet, global_process_set
 from sparkhvd.torch.compression import Compression, Compressor
 from sparkhvd.torch.optimizer import distributed_optimizer as _ours
 from sparkhvd.torch.optimizer.delta import DeltaOptimizer
@@ -22,6 +22,15 @@ class _HorovodOptimizer(ExchangingOptimizer):
     """Adds the members of Horovod's optimizer that programs use to a distributed optimizer."""
 
     _parameter_names: dict[torch.Tensor, str]
+    op: ReduceOp
+    process_set: ProcessSet
+    gradient_predivide_factor: float
+    backward_passes_per_step: int
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Sum ``passes`` backward passes on the rank before gradients are exchanged."""
+        super().set_backward_passes_per_step(passes)
+        self.backward_passes_per_step = passes
 
     def synchronize(self) -> None:
         """Wait until every ``grad`` holds the combined gradient."""
@@ -87,6 +96,9 @@ def DistributedOptimizer(  # noqa: N802, PLR0917  the name and the order of the 
         for group, options in enumerate(optimizer.param_groups)
         for index, parameter in enumerate(options["params"])
     ]
+    wrapped.op, wrapped.process_set = op, process_set or global_process_set
+    wrapped.gradient_predivide_factor = gradient_predivide_factor
+    wrapped.backward_passes_per_step = backward_passes_per_step
     wrapped._parameter_names = {parameter: name for name, parameter in names}  # noqa: SLF001
     distributed: ExchangingOptimizer = wrapped
     return distributed
