@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import shutil
 import signal
@@ -22,7 +21,7 @@ from sparkhvd.comm.elastic.state import ObjectState, State
 from sparkhvd.errors import HorovodInternalError
 from tests.waiting import happens, wait_for
 
-_MOST_STEPS = 10_000  # so that a test fails whose ranks do not change as expected
+MOST_STEPS = 10_000  # so that a test fails whose ranks do not change as expected
 
 
 def once(folder: str, event: str) -> bool:
@@ -70,7 +69,7 @@ def train(steps: int, folder: str, events: dict[tuple[int, int, int], str] | Non
     def loop(state):
         if state.sizes[-1:] != (session.size(),):
             state.sizes = (*state.sizes, session.size())
-        while state.step < steps or (sizes and state.sizes != sizes and state.step < _MOST_STEPS):
+        while state.step < steps or (sizes and state.sizes != sizes and state.step < MOST_STEPS):
             event = (events or {}).get((state.step, session.rank(), session.size()))
             if event and once(folder, f"{event}-{state.step}-{session.rank()}-{session.size()}"):
                 log(folder, "end")
@@ -104,7 +103,7 @@ def train_on_hosts(folder: str, sizes: tuple[int, ...], faults: dict[int, str] |
     def loop(state):
         state.sizes = (*state.sizes, session.size())
         first = state.step
-        while state.step < first + 5 or (state.sizes != sizes and state.step < _MOST_STEPS):
+        while state.step < first + 5 or (state.sizes != sizes and state.step < MOST_STEPS):
             take_step(state, folder)
             fault = (faults or {}).get(len(state.sizes))
             if fault and state.step == first + 5 and session.rank() == session.size() - 1:
@@ -397,317 +396,6 @@ def sample(folder: str, length: int, batch: int, epochs: int):
         return state.seen, session.size()
 
     return loop(state)
-
-
-def train_torch(folder: str, steps: int, batch: int):
-    """Fit a line; the gradient of a step is the same for any number of ranks."""
-    import torch  # noqa: PLC0415
-
-    import sparkhvd.torch as hvd  # noqa: PLC0415
-
-    hvd.init()
-    torch.manual_seed(hvd.rank())  # new ranks begin with other weights
-    model = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
-    if hvd.rank() == 0 and hvd.size() == 2 and once(folder, "first"):
-        torch.save(model.state_dict(), Path(folder, "first.pt"))
-    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
-    state = hvd.elastic.TorchState(model, optimizer, step=0, sizes=())
-
-    @hvd.elastic.run
-    def loop(state):
-        if state.sizes[-1:] != (hvd.size(),):
-            state.sizes = (*state.sizes, hvd.size())
-        while state.step < steps or (state.sizes != (2, 1) and state.step < _MOST_STEPS):
-            features, labels = rows_of_step(state.step, batch)
-            optimizer.zero_grad()
-            loss = torch.nn.functional.mse_loss(model(features), labels)
-            loss.backward()
-            if state.step == 5 and hvd.rank() == 1 and hvd.size() == 2 and once(folder, "killed"):
-                kill()
-            optimizer.step()
-            state.step += 1
-            if state.step % 2 == 0:
-                state.commit()
-        return state.step, {name: value.numpy() for name, value in model.state_dict().items()}
-
-    return loop(state)
-
-
-def synchronize_a_model_whose_state_dict_holds_copies() -> float:
-    import torch  # noqa: PLC0415
-
-    import sparkhvd.torch as hvd  # noqa: PLC0415
-
-    class Doubled(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.full((2,), 5.0 + hvd.rank()))
-
-        def _save_to_state_dict(self, destination, prefix, keep_vars):
-            destination[prefix + "doubled"] = 2 * self.weight.detach()
-
-        def _load_from_state_dict(self, state_dict, prefix, *args):
-            self.weight.data.copy_(state_dict[prefix + "doubled"] / 2)
-
-    hvd.init()
-    model = Doubled()
-    hvd.elastic.run(lambda state: None)(hvd.elastic.TorchState(model))
-    return float(model.weight[0])
-
-
-def train_tensorflow(folder: str, steps: int):
-    """Train an embedding, whose gradient is sparse, by a ``tf.function`` that outlives the generations."""
-    import tensorflow as tf  # noqa: PLC0415
-
-    import sparkhvd.tensorflow as hvd  # noqa: PLC0415
-
-    hvd.init()
-    table = tf.Variable(tf.zeros([4, 2]))
-    bias = tf.Variable(float(hvd.rank()))  # new ranks begin with another one
-    state = hvd.elastic.TensorFlowState([table, bias], step=0)
-
-    @tf.function(autograph=False)  # which would leave files if the rank is killed
-    def take_step(ids):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(tf.square(tf.gather(table, ids) + bias - 1.0))
-        slices, slope = hvd.DistributedGradientTape(tape).gradient(loss, [table, bias])
-        assert isinstance(slices, tf.IndexedSlices)
-        table.scatter_sub(tf.IndexedSlices(0.1 * slices.values, slices.indices))
-        bias.assign_sub(0.01 * slope)
-
-    @hvd.elastic.run
-    def loop(state):
-        while state.step < steps:
-            if state.step == 5 and hvd.rank() == 1 and hvd.size() == 2 and once(folder, "killed"):
-                kill()
-            take_step(tf.constant(ids_of_step(state.step)))
-            state.step += 1
-            if state.step % 2 == 0:
-                state.commit()
-        return table.numpy(), float(bias)
-
-    return loop(state)
-
-
-def ids_of_step(step: int) -> list[int]:
-    return [step % 4, (step * step + 1) % 4, 0]
-
-
-KERAS_ROWS, KERAS_BATCH, KERAS_EPOCHS = 32, 4, 3
-
-
-def keras_model():
-    import keras  # noqa: PLC0415
-
-    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, kernel_initializer="ones")])
-    return model, keras.optimizers.SGD(0.05, momentum=0.5)
-
-
-def keras_rows(epoch: int):
-    random = np.random.default_rng(epoch)
-    features = random.normal(size=(KERAS_ROWS, 2)).astype(np.float32)
-    return features, features.sum(axis=1, keepdims=True) * 2 + 1
-
-
-def train_keras(folder: str):
-    import keras  # noqa: PLC0415
-
-    import sparkhvd.keras as hvd  # noqa: PLC0415
-
-    hvd.init()
-    model, optimizer = keras_model()
-    model.compile(hvd.DistributedOptimizer(optimizer), "mse")
-    state = hvd.elastic.KerasState(model, epoch=0, batch=0)
-
-    class Killed(keras.callbacks.Callback):
-        def on_train_batch_begin(self, batch, logs=None):
-            if (state.epoch, batch) == (1, 3) and hvd.rank() == 1 and hvd.size() == 2 and once(folder, "killed"):
-                kill()
-
-    callbacks = [
-        hvd.elastic.CommitStateCallback(state, batches_per_commit=2),
-        hvd.elastic.UpdateBatchStateCallback(state),
-        hvd.elastic.UpdateEpochStateCallback(state),
-        Killed(),
-    ]
-
-    @hvd.elastic.run
-    def loop(state):
-        starts = []
-        while state.epoch < KERAS_EPOCHS:
-            starts.append((state.epoch, state.batch))
-            features, labels = (array[state.batch * KERAS_BATCH :] for array in keras_rows(state.epoch))
-            model.fit(features, labels, KERAS_BATCH, shuffle=False, verbose=0, callbacks=callbacks)
-        return model.get_weights(), starts
-
-    return loop(state)
-
-
-LIGHTNING_BATCH = 8
-
-
-def lightning_rows():
-    import torch  # noqa: PLC0415
-
-    features = torch.linspace(-1, 1, 48).reshape(-1, 1)
-    return features, features.square() + 2 * features
-
-
-def train_lightning(folder: str, sizes: tuple[int, ...]):
-    """Train with a Trainer per generation until the job has had these sizes; return the epochs' sizes and weights."""
-    import lightning.pytorch as lightning  # noqa: PLC0415
-    import torch  # noqa: PLC0415
-
-    import sparkhvd.torch as hvd  # noqa: PLC0415
-    from sparkhvd.lightning import SparkHvdStrategy  # noqa: PLC0415
-
-    class Line(lightning.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = torch.nn.Linear(1, 1)
-            torch.nn.init.zeros_(self.layer.weight)
-            torch.nn.init.zeros_(self.layer.bias)
-
-        def training_step(self, batch, index):
-            if (self.current_epoch, index, hvd.rank()) == (2, 1, 1) and once(folder, "killed"):
-                kill()
-            features, labels = batch
-            return torch.nn.functional.mse_loss(self.layer(features), labels)
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.5)
-
-    class Commit(lightning.Callback):
-        def on_train_epoch_start(self, trainer, module):
-            state.commit()
-
-        def on_train_epoch_end(self, trainer, module):
-            state.sizes = [*state.sizes, hvd.size()]
-            trainer.should_stop = [size for size, _ in itertools.groupby(state.sizes)] == list(sizes)
-
-    hvd.init()
-    last = Path(folder, "last.ckpt")
-    state = hvd.elastic.ObjectState(sizes=[])
-
-    @hvd.elastic.run
-    def loop(state):
-        saving = lightning.callbacks.ModelCheckpoint(folder, filename="last", enable_version_counter=False)
-        options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-        callbacks = [saving, Commit()]
-        trainer = lightning.Trainer(
-            strategy=SparkHvdStrategy(), accelerator="cpu", max_epochs=_MOST_STEPS, callbacks=callbacks, **options
-        )
-        module = Line()
-        loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*lightning_rows()), LIGHTNING_BATCH)
-        trainer.fit(module, loader, ckpt_path=last if last.exists() else None)
-        return state.sizes, [value.tolist() for value in module.state_dict().values()]
-
-    return loop(state)
-
-
-def rows_of_step(step: int, batch: int):
-    import torch  # noqa: PLC0415
-
-    generator = torch.Generator().manual_seed(step)
-    features = torch.randn(batch, 4, generator=generator)
-    return features, features.sum(1, keepdim=True)
-
-
-def lose_all_ranks(framework: str, folder: str):
-    """Train three steps and kill all ranks; return the step and all numbers of the state that new ranks resume from."""
-    state, take, numbers, run_of_framework = TRAININGS[framework]()
-
-    @run_of_framework
-    def loop(state):
-        if state.step:
-            return state.step, numbers()
-        while state.step < 3:
-            take()
-            state.step += 1
-            state.commit()
-        np.savez(Path(folder, f"rank-{session.rank()}.npz"), *numbers())
-        return kill()
-
-    return loop(state)
-
-
-def torch_training():
-    import torch  # noqa: PLC0415
-
-    import sparkhvd.torch as hvd  # noqa: PLC0415
-
-    hvd.init()
-    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-    sampler = hvd.elastic.ElasticSampler(range(64))
-    distributed = hvd.DistributedOptimizer(optimizer, model.named_parameters())
-    state = hvd.elastic.TorchState(model, distributed, scheduler=scheduler, sampler=sampler, step=0)
-
-    def take() -> None:
-        features, labels = rows_of_step(state.step, 8)
-        distributed.zero_grad()
-        torch.nn.functional.mse_loss(model(features), labels).backward()
-        distributed.step()
-        scheduler.step()
-        sampler.record_batch(state.step, 2)
-
-    def numbers():
-        moments = [value for one in distributed.state_dict()["state"].values() for value in one.values()]
-        tensors = [value.detach().numpy().copy() for value in [*model.state_dict().values(), *moments]]
-        return [*tensors, np.array([*scheduler.get_last_lr(), scheduler.last_epoch, sampler.processed_num])]
-
-    return state, take, numbers, hvd.elastic.run
-
-
-def tensorflow_training():
-    import tensorflow as tf  # noqa: PLC0415
-
-    import sparkhvd.tensorflow as hvd  # noqa: PLC0415
-
-    hvd.init()
-    variables = [tf.Variable(tf.random.normal([4, 2])), tf.Variable(0.0)]
-    state = hvd.elastic.TensorFlowState(variables, step=0)
-
-    def take() -> None:
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(tf.square(variables[0] + variables[1] - 1.0))
-        for variable, slope in zip(variables, hvd.DistributedGradientTape(tape).gradient(loss, variables), strict=True):
-            variable.assign_sub(0.1 * slope)
-
-    return state, take, lambda: [variable.numpy() for variable in variables], hvd.elastic.run
-
-
-def keras_training():
-    import sparkhvd.keras as hvd  # noqa: PLC0415
-
-    hvd.init()
-    model, optimizer = keras_model()
-    model.compile(hvd.DistributedOptimizer(optimizer), "mse")
-    state = hvd.elastic.KerasState(model, step=0)
-
-    def take() -> None:
-        model.fit(*keras_rows(state.step), KERAS_BATCH, shuffle=False, verbose=0)
-
-    def numbers():
-        return [np.array(variable) for variable in [*model.variables, *model.optimizer.variables]]
-
-    return state, take, numbers, hvd.elastic.run
-
-
-def plain_training():
-    session.init()
-    state = ObjectState(step=0, numbers=[])
-    return state, lambda: state.numbers.append(np.random.default_rng().random(3)), lambda: state.numbers, run
-
-
-TRAININGS = {
-    "plain": plain_training,
-    "torch": torch_training,
-    "tensorflow": tensorflow_training,
-    "keras": keras_training,
-}
 
 
 def train_without_its_store(folder: str, store: str):

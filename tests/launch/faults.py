@@ -22,7 +22,7 @@ from pyspark.sql import SparkSession
 import sparkhvd
 from sparkhvd.errors import LaunchError, RankFailedError, StartTimeoutError
 from tests.launch.misbehaviour import barrier_task, go_wrong, mpi_task, train
-from tests.launch.strangers import calling
+from tests.launch.strangers import calls_of_strangers
 from tests.scripts import results_of, run_script
 from tests.waiting import happens
 
@@ -291,7 +291,7 @@ def inject(fault: Fault, folder: Path, spark: SparkSession | None, num_proc: int
         if fault.how == "task stopped":
             for where in ("rpc.server", "driver.launchers.mpi", "driver.results"):
                 stack.enter_context(mock.patch(f"sparkhvd.{where}.SILENT_SECONDS", _START_SECONDS))
-        counts = stack.enter_context(calling(folder))
+        counts = stack.enter_context(calls_of_strangers(folder))
         try:
             sparkhvd.run(
                 train,

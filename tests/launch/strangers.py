@@ -1,4 +1,4 @@
-"""Strangers that call at every port on which a job listens."""
+"""Strangers, clients without the job's secret, that call at every port on which a job listens."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _SECONDS = 0.3
 
 
 @contextlib.contextmanager
-def calling(folder: Path) -> Iterator[dict[str, int]]:
-    """Call at the ports once ``folder`` has a file ``call``; make a file ``called`` after each round.
+def calls_of_strangers(folder: Path) -> Iterator[dict[str, int]]:
+    """Let strangers call once ``folder`` has a file ``call``; make a file ``called`` after each round.
 
     Yields:
         The number of calls by kind; "admitted" must stay 0.

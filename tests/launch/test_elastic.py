@@ -17,6 +17,7 @@ from torch.utils.data import DistributedSampler
 import sparkhvd
 from sparkhvd.driver.elastic import policy
 from sparkhvd.errors import ConfigError, DataError, LaunchError, MismatchError, RankFailedError, StartTimeoutError
+from tests.launch import elastic_frameworks as frameworks
 from tests.launch import elastic_training as training
 
 FAST = {"launcher": "local", "start_timeout": 60, "elastic_timeout": 30, "cooldown_range": (0.5, 5), "verbose": 0}
@@ -356,7 +357,7 @@ def test_arguments_that_cannot_work_are_rejected(arguments, message):
 @pytest.mark.usefixtures("warm_ranks")
 def test_a_tensorflow_function_outlives_the_loss_of_a_rank_and_averages_over_the_remaining_ranks(tmp_path):
     results = sparkhvd.run_elastic(
-        training.train_tensorflow,
+        frameworks.train_tensorflow,
         (str(tmp_path), 12),
         num_proc=2,
         min_num_proc=1,
@@ -366,7 +367,7 @@ def test_a_tensorflow_function_outlives_the_loss_of_a_rank_and_averages_over_the
     )
     table, bias = np.zeros((4, 2)), 0.0
     for step in range(12):
-        ids = training.ids_of_step(step)
+        ids = frameworks.ids_of_step(step)
         slopes = 2 * (table[ids] + bias - 1)
         np.subtract.at(table, ids, 0.1 * slopes)
         bias -= 0.01 * slopes.sum()
@@ -380,7 +381,7 @@ def test_a_tensorflow_function_outlives_the_loss_of_a_rank_and_averages_over_the
 @pytest.mark.parametrize("backend", ["tensorflow", pytest.param("torch", marks=pytest.mark.soak)])
 def test_a_keras_training_that_loses_a_rank_ends_with_the_weights_of_an_undisturbed_one(tmp_path, backend):
     results = sparkhvd.run_elastic(
-        training.train_keras,
+        frameworks.train_keras,
         (str(tmp_path),),
         num_proc=2,
         min_num_proc=1,
@@ -388,10 +389,10 @@ def test_a_keras_training_that_loses_a_rank_ends_with_the_weights_of_an_undistur
         preload=("keras", *(["torch._dynamo"] if backend == "torch" else [])),
         **FAST,
     )
-    model, optimizer = training.keras_model()
+    model, optimizer = frameworks.keras_model()
     model.compile(optimizer, "mse")
-    for epoch in range(training.KERAS_EPOCHS):
-        model.fit(*training.keras_rows(epoch), training.KERAS_BATCH, shuffle=False, verbose=0)
+    for epoch in range(frameworks.KERAS_EPOCHS):
+        model.fit(*frameworks.keras_rows(epoch), frameworks.KERAS_BATCH, shuffle=False, verbose=0)
     assert (tmp_path / "killed").exists()
     for weights, starts in results:
         assert starts[0] == (1, 2), "training continued from the last commit, within the epoch"
@@ -402,14 +403,14 @@ def test_a_keras_training_that_loses_a_rank_ends_with_the_weights_of_an_undistur
 @pytest.mark.usefixtures("warm_ranks")
 def test_a_torch_training_that_loses_a_rank_ends_with_the_weights_of_an_undisturbed_one(tmp_path):
     results = sparkhvd.run_elastic(
-        training.train_torch, (str(tmp_path), 12, 8), num_proc=2, min_num_proc=1, preload=("torch._dynamo",), **FAST
+        frameworks.train_torch, (str(tmp_path), 12, 8), num_proc=2, min_num_proc=1, preload=("torch._dynamo",), **FAST
     )
     steps_done, weights = results[0]
     model = torch.nn.Linear(4, 1)
     model.load_state_dict(torch.load(tmp_path / "first.pt"))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     for step in range(steps_done):
-        features, labels = training.rows_of_step(step, 8)
+        features, labels = frameworks.rows_of_step(step, 8)
         optimizer.zero_grad()
         torch.nn.functional.mse_loss(model(features), labels).backward()
         optimizer.step()
@@ -424,13 +425,13 @@ def test_a_torch_training_that_loses_a_rank_ends_with_the_weights_of_an_undistur
 def test_a_trainer_of_lightning_continues_from_its_checkpoint_when_a_rank_is_lost_and_when_one_joins(tmp_path):
     options = FAST | {"preload": ("torch._dynamo", "lightning.pytorch"), "elastic_timeout": 60}
     arguments = (str(tmp_path), (2, 1, 2))
-    results = sparkhvd.run_elastic(training.train_lightning, arguments, num_proc=2, min_num_proc=1, **options)
+    results = sparkhvd.run_elastic(frameworks.train_lightning, arguments, num_proc=2, min_num_proc=1, **options)
     sizes = results[0][0]
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
     for parameter in model.parameters():
         torch.nn.init.zeros_(parameter)
-    features, labels = training.lightning_rows()
+    features, labels = frameworks.lightning_rows()
     for epoch, size in enumerate(sizes):
         parts = [torch.arange(len(features))]
         if size > 1:  # Lightning partitions the rows in a random order
@@ -438,7 +439,7 @@ def test_a_trainer_of_lightning_continues_from_its_checkpoint_when_a_rank_is_los
             for sampler in samplers:
                 sampler.set_epoch(epoch)
             parts = [torch.tensor([*sampler]) for sampler in samplers]
-        for batches in zip(*(part.split(training.LIGHTNING_BATCH) for part in parts), strict=True):
+        for batches in zip(*(part.split(frameworks.LIGHTNING_BATCH) for part in parts), strict=True):
             rows = torch.cat(batches)
             optimizer.zero_grad()
             torch.nn.functional.mse_loss(model(features[rows]), labels[rows]).backward()
@@ -453,5 +454,5 @@ def test_a_trainer_of_lightning_continues_from_its_checkpoint_when_a_rank_is_los
 @pytest.mark.usefixtures("warm_ranks")
 def test_a_model_whose_state_dict_has_copies_is_synchronized():
     options = FAST | {"preload": ("torch._dynamo",)}
-    weights = sparkhvd.run_elastic(training.synchronize_a_model_whose_state_dict_holds_copies, num_proc=2, **options)
+    weights = sparkhvd.run_elastic(frameworks.synchronize_a_model_whose_state_dict_holds_copies, num_proc=2, **options)
     assert weights == [5.0, 5.0]

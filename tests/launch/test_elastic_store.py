@@ -7,6 +7,7 @@ import pytest
 
 import sparkhvd
 from sparkhvd.errors import ConfigError, RankFailedError
+from tests.launch import elastic_frameworks as frameworks
 from tests.launch import elastic_training as training
 from tests.launch.test_elastic import FAST, steps
 
@@ -43,7 +44,7 @@ def test_the_steps_since_the_last_published_commit_are_lost(tmp_path):
 def test_the_state_that_new_ranks_resume_from_is_exactly_the_published_one(tmp_path, framework):
     preload = {"torch": ("torch",), "tensorflow": ("keras",), "keras": ("keras",)}.get(framework, ())
     results = sparkhvd.run_elastic(
-        training.lose_all_ranks,
+        frameworks.lose_all_ranks,
         (framework, str(tmp_path)),
         num_proc=1,
         store=str(tmp_path / "store"),
