@@ -13,6 +13,7 @@ from contextlib import ExitStack, closing
 import pytest
 
 from sparkhvd import _core
+from sparkhvd.deadline import Deadline
 from sparkhvd.errors import DeadlineExceededError
 from sparkhvd.rpc.client import connect
 from sparkhvd.rpc.frames import MAX_FRAME_BYTES, FrameSocket
@@ -133,7 +134,7 @@ def test_a_response_may_be_sent_later_from_another_thread():
     assert len(answers) == 1
 
 
-def test_a_client_is_released_if_its_deferred_response_cannot_be_sent():
+def test_a_client_is_released_if_its_deferred_response_is_too_large(caplog):
     class OversizedAnswerHandler:
         def handle(self, message: Message) -> Future[Message]:
             answer: Future[Message] = Future()
@@ -142,9 +143,10 @@ def test_a_client_is_released_if_its_deferred_response_cannot_be_sent():
 
     with Server(SECRET, OversizedAnswerHandler()) as server:
         client = connect([("127.0.0.1", server.port)], SECRET, soon())
-        with pytest.raises(ConnectionError):
+        with pytest.raises(ConnectionResetError, match="The other side closed the connection"):
             client.ask(Flush(), soon())
         client.close()
+    assert f"exceeds the limit of {MAX_FRAME_BYTES} bytes" in caplog.text
 
 
 SERVER_AT_FILE_LIMIT = """
@@ -204,8 +206,16 @@ def test_addresses_are_tried_until_the_right_server_answers():
 
 
 def test_the_error_lists_the_failure_at_every_address():
-    with Server(b"o" * 32, Recorder()) as stranger, pytest.raises(DeadlineExceededError, match=str(stranger.port)):
-        connect([("127.0.0.1", stranger.port)], SECRET, soon())
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        closed_port = unused.getsockname()[1]
+    with Server(b"o" * 32, Recorder()) as stranger:
+        addresses = [("127.0.0.1", port) for port in (closed_port, 1 << 40, stranger.port)]
+        with pytest.raises(DeadlineExceededError) as caught:
+            connect(addresses, SECRET, Deadline.after(1.0))
+    message = str(caught.value)
+    assert f"127.0.0.1:{1 << 40}: the port is out of range" in message
+    assert f"127.0.0.1:{closed_port}: connect: Connection refused" in message
+    assert f"127.0.0.1:{stranger.port}: the other side closed the connection instead of proving" in message
 
 
 def test_strangers_reach_no_handler_and_do_not_block_authenticated_clients():
@@ -234,7 +244,7 @@ def test_an_invalid_message_closes_its_own_connection_with_one_log_line(caplog):
                 frames.send(encode(Flush()), soon())
                 assert decode(frames.receive(soon())) == Acknowledged()
                 frames.send(malformed, soon())
-                with pytest.raises(ConnectionResetError):
+                with pytest.raises(ConnectionResetError, match="The other side closed the connection"):
                     frames.receive(soon())
             messages = [record.getMessage() for record in caplog.records]
             assert len(messages) == number + 1
@@ -284,7 +294,7 @@ def test_a_handler_that_raises_ends_only_its_own_connection(caplog):
         other = connect([address], SECRET, soon())
         for _ in range(3):
             client = connect([address], SECRET, soon())
-            with pytest.raises(ConnectionError):
+            with pytest.raises(ConnectionResetError, match="The other side closed the connection"):
                 client.ask(Started(1), soon())
             client.close()
         assert other.ask(Flush(), soon()) == Acknowledged()
@@ -391,11 +401,11 @@ def test_the_server_decides_about_encryption_and_a_client_may_require_it():
         connect([("127.0.0.1", server.port)], SECRET, soon(), encrypt=True)
 
 
-def test_closing_the_server_wakes_its_clients():
+def test_closing_the_server_ends_its_connections():
     server = Server(SECRET, Recorder())
     client = connect([("127.0.0.1", server.port)], SECRET, soon())
     server.close()
-    with pytest.raises(ConnectionError):
+    with pytest.raises(ConnectionResetError, match="The other side closed the connection"):
         client.ask(Flush(), soon())
     client.close()
     server.close()

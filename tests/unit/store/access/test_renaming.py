@@ -45,7 +45,7 @@ def test_a_writer_that_finds_a_claim_waits_for_its_outcome(tmp_path, monkeypatch
         return False
 
     monkeypatch.setattr(renaming, "_create", not_yet_created)
-    with pytest.raises(FileExistsError):
+    with pytest.raises(FileExistsError, match=str(target)):
         renaming.rename_once(temporary, target)
     assert target.read_text() == "first"
     assert claim.exists(), "it belongs to the first"
@@ -93,7 +93,7 @@ def test_a_writer_that_removes_an_old_claim_late_does_not_remove_its_successor(t
 
     monkeypatch.setattr(Path, "rmdir", remove_after_another_writer)
     monkeypatch.setattr(renaming.time, "sleep", publish_first)
-    with pytest.raises(FileExistsError):
+    with pytest.raises(FileExistsError, match=str(target)):
         renaming.rename_once(temporary, target)
     assert target.read_text() == "first"
     assert not claim.exists()

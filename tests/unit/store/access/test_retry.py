@@ -49,8 +49,9 @@ def test_transient_errors_are_retried_with_growing_pauses_up_to_a_limit():
 )
 def test_permanent_errors_are_not_retried(error):
     pauses = []
-    with pytest.raises(type(error)):
+    with pytest.raises(type(error)) as caught:
         attempt([error], pauses=pauses)
+    assert caught.value is error
     assert pauses == []
 
 

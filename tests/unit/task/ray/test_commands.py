@@ -9,6 +9,7 @@ import pytest
 
 from sparkhvd.comm import session
 from sparkhvd.comm.connect.launch_context import LaunchContext
+from sparkhvd.config import Config
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import DeadlineExceededError
 from sparkhvd.task.ray.commands import EXECUTE, LEAVE, RUN, CommandChannel, run_commands
@@ -44,7 +45,7 @@ def test_a_result_that_cannot_be_pickled_fails_the_rank_and_ends_the_wait():
     channel = CommandChannel(TOKEN, 0)
     with ThreadPoolExecutor(1) as pool:
         rank = pool.submit(run_commands, None, (), {})
-        with pytest.raises(OSError):
+        with pytest.raises(ConnectionResetError, match="The other side closed the connection"):
             result_of(channel, RUN, threading.Lock)
         with pytest.raises(TypeError, match="fn returned a lock that cannot be pickled"):
             rank.result()
@@ -60,9 +61,12 @@ def test_a_rank_that_never_connects_ends_the_wait():
         channel.execute(LEAVE, Deadline.after(60))
 
 
-def test_a_rank_without_an_actor_does_not_wait_forever(monkeypatch):
-    context = LaunchContext(token=b"another" * 5)
+def test_a_rank_whose_actor_does_not_answer_waits_until_start_timeout(monkeypatch):
+    context = LaunchContext(token=TOKEN, config=Config(start_timeout=0.05))
     monkeypatch.setattr(session, "launch_context", lambda: context)
-    monkeypatch.setattr("sparkhvd.task.ray.commands.NOTE_SECONDS", 0.05)
-    with pytest.raises((DeadlineExceededError, OSError)):
+    channel = CommandChannel(TOKEN, 0)  # it listens, but accepts nobody
+    with pytest.raises(DeadlineExceededError, match="before the deadline"):
+        run_commands(None, (), {})
+    channel.close()
+    with pytest.raises(ConnectionResetError, match="Connection refused"):
         run_commands(None, (), {})
