@@ -24,11 +24,11 @@ def _unchanged(text: str) -> str:
 
 
 @dataclass(frozen=True)
-class Tuning:
+class SettingFlag:
     """A flag that sets a variable of the ranks' environment.
 
     Attributes:
-        flag: its name, without dashes.
+        name: its name, without leading dashes.
         variable: Horovod's name for the setting.
         config_key: section and key in a configuration file.
         switch: whether the flag takes no value and has a ``--no-`` form.
@@ -36,7 +36,7 @@ class Tuning:
         inverted: whether the flag turns a feature on that the variable turns off.
     """
 
-    flag: str
+    name: str
     variable: str
     config_key: tuple[str, str]
     switch: bool = False
@@ -44,9 +44,9 @@ class Tuning:
     inverted: bool = False
 
     @property
-    def name(self) -> str:
+    def attribute(self) -> str:
         """Return the name of the attribute of the parsed arguments."""
-        return self.flag.replace("-", "_")
+        return self.name.replace("-", "_")
 
     def text(self, value: object) -> str:
         """Return the value of the variable.
@@ -61,46 +61,48 @@ class Tuning:
         return self.convert(str(value))
 
 
-TUNINGS = (
-    Tuning("fusion-threshold-mb", "HOROVOD_FUSION_THRESHOLD", ("params", "fusion_threshold_mb"), convert=_megabytes),
-    Tuning("cycle-time-ms", "HOROVOD_CYCLE_TIME", ("params", "cycle_time_ms")),
-    Tuning("cache-capacity", "HOROVOD_CACHE_CAPACITY", ("params", "cache_capacity")),
-    Tuning("hierarchical-allreduce", "HOROVOD_HIERARCHICAL_ALLREDUCE", ("params", "hierarchical_allreduce"), True),
-    Tuning("hierarchical-allgather", "HOROVOD_HIERARCHICAL_ALLGATHER", ("params", "hierarchical_allgather"), True),
-    Tuning("torus-allreduce", "HOROVOD_TORUS_ALLREDUCE", ("params", "torus_allreduce"), True),
-    Tuning("autotune", "HOROVOD_AUTOTUNE", ("autotune", "enabled"), True),
-    Tuning("autotune-log-file", "HOROVOD_AUTOTUNE_LOG", ("autotune", "log_file")),
-    Tuning("autotune-warmup-samples", "HOROVOD_AUTOTUNE_WARMUP_SAMPLES", ("autotune", "warmup_samples")),
-    Tuning("autotune-steps-per-sample", "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE", ("autotune", "steps_per_sample")),
-    Tuning(
+SETTING_FLAGS = (
+    SettingFlag(
+        "fusion-threshold-mb", "HOROVOD_FUSION_THRESHOLD", ("params", "fusion_threshold_mb"), convert=_megabytes
+    ),
+    SettingFlag("cycle-time-ms", "HOROVOD_CYCLE_TIME", ("params", "cycle_time_ms")),
+    SettingFlag("cache-capacity", "HOROVOD_CACHE_CAPACITY", ("params", "cache_capacity")),
+    SettingFlag("hierarchical-allreduce", "HOROVOD_HIERARCHICAL_ALLREDUCE", ("params", "hierarchical_allreduce"), True),
+    SettingFlag("hierarchical-allgather", "HOROVOD_HIERARCHICAL_ALLGATHER", ("params", "hierarchical_allgather"), True),
+    SettingFlag("torus-allreduce", "HOROVOD_TORUS_ALLREDUCE", ("params", "torus_allreduce"), True),
+    SettingFlag("autotune", "HOROVOD_AUTOTUNE", ("autotune", "enabled"), True),
+    SettingFlag("autotune-log-file", "HOROVOD_AUTOTUNE_LOG", ("autotune", "log_file")),
+    SettingFlag("autotune-warmup-samples", "HOROVOD_AUTOTUNE_WARMUP_SAMPLES", ("autotune", "warmup_samples")),
+    SettingFlag("autotune-steps-per-sample", "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE", ("autotune", "steps_per_sample")),
+    SettingFlag(
         "autotune-bayes-opt-max-samples",
         "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES",
         ("autotune", "bayes_opt_max_samples"),
     ),
-    Tuning(
+    SettingFlag(
         "autotune-gaussian-process-noise",
         "HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE",
         ("autotune", "gaussian_process_noise"),
     ),
-    Tuning("timeline-filename", "HOROVOD_TIMELINE", ("timeline", "filename")),
-    Tuning("timeline-mark-cycles", "HOROVOD_TIMELINE_MARK_CYCLES", ("timeline", "mark_cycles"), True),
-    Tuning("stall-check", "HOROVOD_STALL_CHECK_DISABLE", ("stall_check", "enabled"), True, inverted=True),
-    Tuning(
+    SettingFlag("timeline-filename", "HOROVOD_TIMELINE", ("timeline", "filename")),
+    SettingFlag("timeline-mark-cycles", "HOROVOD_TIMELINE_MARK_CYCLES", ("timeline", "mark_cycles"), True),
+    SettingFlag("stall-check", "HOROVOD_STALL_CHECK_DISABLE", ("stall_check", "enabled"), True, inverted=True),
+    SettingFlag(
         "stall-check-warning-time-seconds",
         "HOROVOD_STALL_CHECK_TIME_SECONDS",
         ("stall_check", "warning_time_seconds"),
     ),
-    Tuning(
+    SettingFlag(
         "stall-check-shutdown-time-seconds",
         "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
         ("stall_check", "shutdown_time_seconds"),
     ),
-    Tuning("mpi-threads-disable", "HOROVOD_MPI_THREADS_DISABLE", ("library_options", "mpi_threads_disable"), True),
-    Tuning("num-nccl-streams", "HOROVOD_NUM_NCCL_STREAMS", ("library_options", "num_nccl_streams")),
-    Tuning("thread-affinity", "HOROVOD_THREAD_AFFINITY", ("library_options", "thread_affinity")),
-    Tuning("gloo-timeout-seconds", "HOROVOD_GLOO_TIMEOUT_SECONDS", ("library_options", "gloo_timeout_seconds")),
-    Tuning("log-level", "HOROVOD_LOG_LEVEL", ("logging", "level")),
-    Tuning("log-hide-timestamp", "HOROVOD_LOG_HIDE_TIME", ("logging", "hide_timestamp"), True),
+    SettingFlag("mpi-threads-disable", "HOROVOD_MPI_THREADS_DISABLE", ("library_options", "mpi_threads_disable"), True),
+    SettingFlag("num-nccl-streams", "HOROVOD_NUM_NCCL_STREAMS", ("library_options", "num_nccl_streams")),
+    SettingFlag("thread-affinity", "HOROVOD_THREAD_AFFINITY", ("library_options", "thread_affinity")),
+    SettingFlag("gloo-timeout-seconds", "HOROVOD_GLOO_TIMEOUT_SECONDS", ("library_options", "gloo_timeout_seconds")),
+    SettingFlag("log-level", "HOROVOD_LOG_LEVEL", ("logging", "level")),
+    SettingFlag("log-hide-timestamp", "HOROVOD_LOG_HIDE_TIME", ("logging", "hide_timestamp"), True),
 )
 
 # The section and key of --mpi-args in a configuration file.
@@ -229,7 +231,7 @@ def parser() -> Parser:
     command_line.add_argument("--mpi-args", default="", help="more arguments of mpirun, in one string")
     command_line.add_argument("--binding-args", default="", help="process binding arguments of mpirun, in one string")
     _add_elastic(command_line)
-    _add_tunings(command_line)
+    _add_setting_flags(command_line)
     for flag in WITHOUT_EFFECT:
         command_line.add_argument(
             flag, dest="without_effect", action="append_const", const=flag, help=argparse.SUPPRESS
@@ -267,14 +269,14 @@ def _add_elastic(command_line: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_tunings(command_line: argparse.ArgumentParser) -> None:
+def _add_setting_flags(command_line: argparse.ArgumentParser) -> None:
     group = command_line.add_argument_group("settings of the ranks")
-    for tuning in TUNINGS:
-        if tuning.switch:
-            group.add_argument(f"--{tuning.flag}", dest=tuning.name, action="store_true", default=None)
-            group.add_argument(f"--no-{tuning.flag}", dest=tuning.name, action="store_false", help=argparse.SUPPRESS)
+    for flag in SETTING_FLAGS:
+        if flag.switch:
+            group.add_argument(f"--{flag.name}", dest=flag.attribute, action="store_true", default=None)
+            group.add_argument(f"--no-{flag.name}", dest=flag.attribute, action="store_false", help=argparse.SUPPRESS)
         else:
-            group.add_argument(f"--{tuning.flag}", dest=tuning.name)
+            group.add_argument(f"--{flag.name}", dest=flag.attribute)
     # Horovod's other names for --log-hide-timestamp.
     group.add_argument("--log-without-timestamp", dest="log_hide_timestamp", action="store_true", default=None)
     group.add_argument("--log-with-timestamp", dest="log_hide_timestamp", action="store_false")

@@ -263,7 +263,7 @@ def mpirun_words(
             )
         ssh.append(f"-i {flags.ssh_identity_file}")
     mpi_arguments = split_arguments("--mpi-args", flags.mpi_args)
-    included = (
+    interfaces = (
         interface_parameters(",".join(flags.nics), parameters_of(mpi_arguments, environment)) if flags.nics else {}
     )
     names = [name for name in environment if not name.startswith(_OPEN_MPI_PREFIXES)]
@@ -279,7 +279,7 @@ def mpirun_words(
         *(split_arguments("--binding-args", flags.binding_args) or ["--bind-to", "none", "--map-by", "slot"]),
         *(word for name, value in COMPONENTS.items() for word in ("-mca", name, value)),
         *(["-mca", "plm_rsh_args", " ".join(ssh)] if ssh else []),
-        *(word for name, value in included.items() for word in ("-mca", name, value)),
+        *(word for name, value in interfaces.items() for word in ("-mca", name, value)),
         # "nojobid" omits the subfolder for the job, as the other launchers do.
         *(["--output-filename", f"{flags.output_filename}:nojobid"] if flags.output_filename else []),
         *(["--timestamp-output"] if flags.prefix_output_with_timestamp else []),

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping
 from pathlib import Path
 
-from sparkhvd.cli.flags import FOR_HOSTS, MPI_ARGS, TUNINGS, WITHOUT_EFFECT
+from sparkhvd.cli.flags import FOR_HOSTS, MPI_ARGS, SETTING_FLAGS, WITHOUT_EFFECT
 from sparkhvd.config import WITHOUT_EFFECT as REPORTED_BY_RUN
 from sparkhvd.config import declarations, from_environment
 from sparkhvd.errors import ConfigError
@@ -19,20 +19,20 @@ def variables(flags: argparse.Namespace, file: Mapping[str, Mapping[str, object]
         ConfigError: a value cannot be read.
     """
     settings = {}
-    for tuning in TUNINGS:
-        value = getattr(flags, tuning.name)
+    for flag in SETTING_FLAGS:
+        value = getattr(flags, flag.attribute)
         if value is None:
-            section, key = tuning.config_key
+            section, key = flag.config_key
             value = file.get(section, {}).get(key)
         if value is not None:
             try:
-                text = tuning.text(value)
-                from_environment({tuning.variable: text})
+                text = flag.text(value)
+                from_environment({flag.variable: text})
             except ConfigError as error:
-                raise ConfigError(f"--{tuning.flag}: {error}") from None
+                raise ConfigError(f"--{flag.name}: {error}") from None
             except (ValueError, OverflowError) as error:
-                raise ConfigError(f"--{tuning.flag}={value!r}: {error}.") from None
-            settings[tuning.variable] = text
+                raise ConfigError(f"--{flag.name}={value!r}: {error}.") from None
+            settings[flag.variable] = text
     return settings
 
 
@@ -47,8 +47,8 @@ def notices(flags: argparse.Namespace, settings: Mapping[str, str], launcher: st
     """
     known = {name for declared in declarations().values() for name in declared.readers} | set(REPORTED_BY_RUN)
     lines = [f"{flag} has no effect: {WITHOUT_EFFECT[flag]}." for flag in flags.without_effect or ()]
-    unknown = [tuning for tuning in TUNINGS if tuning.variable in settings and tuning.variable not in known]
-    lines += [f"--{tuning.flag} has no effect: sparkhvd does not read {tuning.variable}." for tuning in unknown]
+    unknown = [flag for flag in SETTING_FLAGS if flag.variable in settings and flag.variable not in known]
+    lines += [f"--{flag.name} has no effect: sparkhvd does not read {flag.variable}." for flag in unknown]
     if not on_hosts:
         for_hosts = [
             flag for name, flag in FOR_HOSTS.items() if getattr(flags, name) and (name, launcher) != ("nics", "mpi")
@@ -95,7 +95,7 @@ def _section(path: str, name: str, content: object) -> Mapping[str, object]:
         return {"name": str(content).lower()}
     if name == "logging" and isinstance(content, Mapping):
         content = _normalized_logging(content)
-    keys = [key for section, key in (*(tuning.config_key for tuning in TUNINGS), MPI_ARGS) if section == name]
+    keys = [key for section, key in (*(flag.config_key for flag in SETTING_FLAGS), MPI_ARGS) if section == name]
     if not keys:
         raise ConfigError(f"--config-file {path} has an unknown section {name}.")
     if not isinstance(content, Mapping | None):

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from sparkhvd.cli.flags import TUNINGS, parser
+from sparkhvd.cli.flags import SETTING_FLAGS, parser
 from sparkhvd.cli.run import mpirun_words
 from sparkhvd.cli.settings import notices, read_file, variables
 from sparkhvd.config import WITHOUT_EFFECT, Config, from_environment
@@ -101,7 +101,7 @@ def test_a_flag_and_a_key_set_the_variable_of_the_ranks(flag, section, key, valu
 
 def test_the_table_has_every_flag_of_the_settings():
     flags = {flag.partition("=")[0].removeprefix("no-") for flag, *_ in TABLE}
-    assert {one.flag for one in TUNINGS} <= flags
+    assert {flag.name for flag in SETTING_FLAGS} <= flags
 
 
 def test_flags_override_the_file_even_under_its_alternative_keys(tmp_path):
