@@ -19,33 +19,30 @@ from tests.unit.estimators.lightning.networks import (
     source,
     trainer_of,
 )
-from tests.unit.estimators.lightning.resuming import Keeping
+from tests.unit.estimators.lightning.resuming import Keeping, trained_in_parts
 
 
 def continued(kind, keeps_best=""):
-    """Return the parameters of an uninterrupted run of four epochs, and of one that stops after two and resumes."""
+    """Return the parameters of an uninterrupted run of four epochs, and of one that stops after two and resumes.
+
+    With ``keeps_best``, return those of the best epoch on rank 0, after those of a run that ends with this epoch.
+    """
     from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: PLC0415
 
-    import sparkhvd.torch as hvd  # noqa: PLC0415
+    rank = session.current().world.rank
+    rows = source(EVEN, rank)
 
-    rank, results = session.current().world.rank, []
-    for stops in ((1,), (4,), (1, 2, 4)) if keeps_best else ((4,), (2, 4)):
-        state, first = None, 0
-        for epochs in stops:
-            # The loss falls, so the first epoch has the highest loss, which counts as the best.
-            best = [ModelCheckpoint(monitor="val_loss", mode="max", save_top_k=2)] if keeps_best else []
-            model = module(kind)
-            if keeps_best == "module":
-                model.configure_callbacks = best.copy
-            trainer = trainer_of(model, epochs, callbacks=[] if keeps_best == "module" else best)
-            hooks = Keeping(first_epoch=first)
-            if state is not None:
-                trainer.restore(state)
-            trainer.fit(source(EVEN, rank), source(EVEN, rank), hooks)
-            assert [report.epoch for report in hooks.reports] == list(range(first, epochs))
-            state, first = hvd.broadcast_object(hooks.state, 0), epochs  # like ranks that read it from the Store
-        results.append(flat(trainer._package.model) if rank == 0 or not keeps_best else None)
-    return results
+    def make(epochs):
+        # The loss falls, so the first epoch has the highest loss, which counts as the best.
+        best = [ModelCheckpoint(monitor="val_loss", mode="max", save_top_k=2)] if keeps_best else []
+        model = module(kind)
+        if keeps_best == "module":
+            model.configure_callbacks = best.copy
+        return trainer_of(model, epochs, callbacks=[] if keeps_best == "module" else best)
+
+    runs = ((1,), (4,), (1, 2, 4)) if keeps_best else ((4,), (2, 4))
+    trainers = [trained_in_parts(stops, make, rows, rows)[0] for stops in runs]
+    return [flat(trainer._package.model) if rank == 0 or not keeps_best else None for trainer in trainers]
 
 
 @pytest.mark.parametrize("owner", ["estimator", "module"])
@@ -78,34 +75,31 @@ def freezing_by_itself():
     return Freezing()
 
 
-def continued_after_unfreezing(within):
-    """Return the parameters of an undisturbed run whose second epoch unfreezes a layer, and of one resumed later."""
+def unfreezing_in_the_second_epoch(epochs):
+    """Return a trainer with a callback that freezes a layer for the first epoch."""
     from lightning.pytorch.callbacks import BaseFinetuning  # noqa: PLC0415
-
-    import sparkhvd.torch as hvd  # noqa: PLC0415
 
     class Second(BaseFinetuning):
         def freeze_before_training(self, trained):
             self.freeze(trained.layers[0])
 
         def finetune_function(self, trained, epoch, optimizer):
-            if epoch == 1 and not within:
+            if epoch == 1:
                 self.unfreeze_and_add_param_group(trained.layers[0], optimizer)
 
-    rank, results = session.current().world.rank, []
-    for stops in ((4,), (3, 4)):
-        state, first = None, 0
-        for epochs in stops:
-            model, callbacks = (freezing_by_itself(), []) if within else (module(), [Second()])
-            if not within:
-                type(model).configure_optimizers = lambda trained: torch.optim.SGD(trained.layers[2].parameters(), 0.1)
-            trainer, hooks = trainer_of(model, epochs, callbacks=callbacks), Keeping(first_epoch=first)
-            if state is not None:
-                trainer.restore(state)
-            trainer.fit(source(EVEN, rank), None, hooks)
-            state, first = hvd.broadcast_object(hooks.state, 0), epochs
-        results.append(flat(trainer._package.model))
-    return results
+    model = module()
+    type(model).configure_optimizers = lambda trained: torch.optim.SGD(trained.layers[2].parameters(), 0.1)
+    return trainer_of(model, epochs, callbacks=[Second()])
+
+
+def continued_after_unfreezing(within):
+    """Return the parameters of an undisturbed run whose second epoch unfreezes a layer, and of one resumed later."""
+
+    def make(epochs):
+        return trainer_of(freezing_by_itself(), epochs) if within else unfreezing_in_the_second_epoch(epochs)
+
+    rows = source(EVEN, session.current().world.rank)
+    return [flat(trained_in_parts(stops, make, rows)[0]._package.model) for stops in ((4,), (3, 4))]
 
 
 @pytest.mark.parametrize("within", [False, True], ids=["callback", "module"])
@@ -155,21 +149,13 @@ def continued_at_the_rate_that_was_found():
     """Return parameters and rates of runs like those of ``continued``, with a rate set by a LearningRateFinder."""
     from lightning.pytorch.callbacks import LearningRateFinder  # noqa: PLC0415
 
-    import sparkhvd.torch as hvd  # noqa: PLC0415
+    def make(epochs):
+        finder = LearningRateFinder(1e-3, 0.1, num_training_steps=20, early_stop_threshold=None)
+        return trainer_of(rated(finder), epochs)
 
-    rank, results = session.current().world.rank, []
-    for stops in ((4,), (2, 4)):
-        state, first = None, 0
-        for epochs in stops:
-            finder = LearningRateFinder(1e-3, 0.1, num_training_steps=20, early_stop_threshold=None)
-            trainer, hooks = trainer_of(rated(finder), epochs), Rates(first_epoch=first)
-            if state is not None:
-                trainer.restore(state)
-            trainer.fit(source(EVEN, rank), None, hooks)
-            assert [report.epoch for report in hooks.reports] == list(range(first, epochs))
-            state, first = hvd.broadcast_object(hooks.state, 0), epochs
-        results.append((flat(trainer._package.model), set(hooks.rates)))
-    return results
+    rows = source(EVEN, session.current().world.rank)
+    runs = [trained_in_parts(stops, make, rows, hooks_class=Rates) for stops in ((4,), (2, 4))]
+    return [(flat(trainer._package.model), set(hooks.rates)) for trainer, hooks in runs]
 
 
 def test_a_resumed_run_keeps_the_learning_rate_that_was_found_at_its_start(group):
@@ -209,19 +195,8 @@ def test_the_optimizer_of_the_best_epoch_is_restored_with_its_weights(group):
 
 def first_epoch_before_unfreezing():
     """Return the groups of the optimizer and the frozen parameters at the end, and after restoring the first epoch."""
-    from lightning.pytorch.callbacks import BaseFinetuning  # noqa: PLC0415
-
-    class Second(BaseFinetuning):
-        def freeze_before_training(self, trained):
-            self.freeze(trained.layers[0])
-
-        def finetune_function(self, trained, epoch, optimizer):
-            if epoch == 1:
-                self.unfreeze_and_add_param_group(trained.layers[0], optimizer)
-
-    model, rank, results = module(), session.current().world.rank, []
-    type(model).configure_optimizers = lambda trained: torch.optim.SGD(trained.layers[2].parameters(), 0.1)
-    trainer, hooks = trainer_of(model, 2, callbacks=[Second()]), First()
+    rank, results = session.current().world.rank, []
+    trainer, hooks = unfreezing_in_the_second_epoch(2), First()
     trainer.fit(source(EVEN, rank), None, hooks)
     for state in (None, hooks.first) if rank == 0 else (None,):
         if state is not None:

@@ -27,7 +27,7 @@ from tests.unit.estimators.lightning.networks import (
     source,
     trainer_of,
 )
-from tests.unit.estimators.lightning.resuming import Keeping, fitted
+from tests.unit.estimators.lightning.resuming import fitted, trained_in_parts
 
 
 class Fading(torch.nn.Module):
@@ -45,21 +45,14 @@ class Fading(torch.nn.Module):
 
 def resumed_with_a_fading_loss(sizes):
     """Return the weight of the loss and the parameters of an undisturbed and a resumed run."""
-    import sparkhvd.torch as hvd  # noqa: PLC0415
 
-    rank, results = session.current().world.rank, []
-    for stops in ((2,), (1, 2)):
-        state, first = None, 0
-        for epochs in stops:
-            model = network()
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            trainer, hooks = trainer_of(model, epochs, optimizer=optimizer, loss=Fading()), Keeping(first_epoch=first)
-            if state is not None:
-                trainer.restore(state)
-            trainer.fit(source(sizes, rank), None, hooks)
-            state, first = hvd.broadcast_object(hooks.state, 0), epochs
-        results.append((trainer._package.losses[0].weight.item(), flat(model)))
-    return results
+    def make(epochs):
+        model = network()
+        return trainer_of(model, epochs, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=Fading())
+
+    rows = source(sizes, session.current().world.rank)
+    packages = [trained_in_parts(stops, make, rows)[0]._package for stops in ((2,), (1, 2))]
+    return [(package.losses[0].weight.item(), flat(package.model)) for package in packages]
 
 
 def test_the_buffers_of_a_plain_modules_loss_are_those_of_all_ranks_rows_and_resume(group):
@@ -80,24 +73,18 @@ def continued_with_pruning(permanent, lottery):
     """Return the parameters and the number of zeros of an uninterrupted run that prunes, and of one that resumes."""
     from lightning.pytorch.callbacks import ModelPruning  # noqa: PLC0415
 
-    import sparkhvd.torch as hvd  # noqa: PLC0415
+    def make(epochs):
+        pruning = ModelPruning(
+            "l1_unstructured",
+            amount=lambda epoch: 0.3 if epoch < 2 else 0,
+            make_pruning_permanent=permanent,
+            use_lottery_ticket_hypothesis=lottery,
+        )
+        return trainer_of(module(), epochs, callbacks=[pruning])
 
-    rank, results = session.current().world.rank, []
+    rows, results = source(EVEN, session.current().world.rank), []
     for stops in ((4,), (2, 3, 4)):
-        state, first = None, 0
-        for epochs in stops:
-            pruning = ModelPruning(
-                "l1_unstructured",
-                amount=lambda epoch: 0.3 if epoch < 2 else 0,
-                make_pruning_permanent=permanent,
-                use_lottery_ticket_hypothesis=lottery,
-            )
-            trainer, hooks = trainer_of(module(), epochs, callbacks=[pruning]), Keeping(first_epoch=first)
-            if state is not None:
-                trainer.restore(state)
-            trainer.fit(source(EVEN, rank), None, hooks)
-            state, first = hvd.broadcast_object(hooks.state, 0), epochs
-        layers = trainer._package.model.layers
+        layers = trained_in_parts(stops, make, rows)[0]._package.model.layers
         weights = np.concatenate([layers[at].weight.detach().flatten().numpy() for at in (0, 2)])
         results.append((weights, layers[0].bias.detach().numpy()))
     return results
@@ -139,20 +126,12 @@ def test_weights_that_a_callback_prunes_at_random_are_the_same_on_all_ranks(grou
 
 def continued_in_double_precision():
     """Return the parameters of an uninterrupted run with the precision 64-true, and of one that resumes."""
-    import sparkhvd.torch as hvd  # noqa: PLC0415
 
-    rank, results = session.current().world.rank, []
-    for stops in ((4,), (2, 4)):
-        state, first = None, 0
-        for epochs in stops:
-            trainer = trainer_of(module(), epochs, trainer_args={"precision": "64-true"})
-            hooks = Keeping(first_epoch=first)
-            if state is not None:
-                trainer.restore(state)
-            trainer.fit(source(EVEN, rank), None, hooks)
-            state, first = hvd.broadcast_object(hooks.state, 0), epochs
-        results.append(flat(trainer._package.model))
-    return results
+    def make(epochs):
+        return trainer_of(module(), epochs, trainer_args={"precision": "64-true"})
+
+    rows = source(EVEN, session.current().world.rank)
+    return [flat(trained_in_parts(stops, make, rows)[0]._package.model) for stops in ((4,), (2, 4))]
 
 
 def test_a_resumed_run_keeps_the_digits_of_double_precision(group):
@@ -163,7 +142,6 @@ def test_a_resumed_run_keeps_the_digits_of_double_precision(group):
 
 def continued_with_late_buffers():
     """Return the parameters and a buffer of runs whose module fills, in the first epoch, a buffer that was None."""
-    import sparkhvd.torch as hvd  # noqa: PLC0415
 
     class Late(type(module())):
         def __init__(self):
@@ -174,17 +152,10 @@ def continued_with_late_buffers():
             super().on_train_batch_end(*parts)
             self.seen = (0 if self.seen is None else self.seen) + torch.ones(2)
 
-    rank, results = session.current().world.rank, []
-    for stops in ((4,), (2, 4)):
-        state, first = None, 0
-        for epochs in stops:
-            trainer, hooks = trainer_of(Late(), epochs), Keeping(first_epoch=first)
-            if state is not None:
-                trainer.restore(state)
-            trainer.fit(source(EVEN, rank), None, hooks)
-            state, first = hvd.broadcast_object(hooks.state, 0), epochs
-        results.append((flat(trainer._package.model), trainer._package.model.seen.numpy()))
-    return results
+    rows = source(EVEN, session.current().world.rank)
+    runs = [trained_in_parts(stops, lambda epochs: trainer_of(Late(), epochs), rows) for stops in ((4,), (2, 4))]
+    models = [trainer._package.model for trainer, _ in runs]
+    return [(flat(model), model.seen.numpy()) for model in models]
 
 
 def test_a_resumed_run_keeps_buffers_that_were_none_at_its_start(group):
