@@ -43,7 +43,7 @@ PORT = 29402
 TOKEN = b"of a benchmark on one machine"
 START_SECONDS = 300.0
 
-# Name, bytes, calls, and the bytes on the busiest link as a multiple of the bytes.
+# Operation, bytes, calls, and the traffic of the busiest link as a multiple of these bytes.
 CASES = (
     ("barrier", 0, 30, 0.0),
     ("allreduce", 4096, 30, 2 * (HOSTS - 1) / HOSTS),
@@ -117,10 +117,10 @@ def _killed_at_the_end(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator
 def _await(condition: Callable[[], bool], processes: Sequence[subprocess.Popen[bytes]]) -> None:
     deadline = time.monotonic() + START_SECONDS
     while not condition():
-        if time.monotonic() > deadline or any(process.poll() for process in processes):
-            raise SystemExit(
-                "A rank failed; see above." if time.monotonic() <= deadline else "The ranks took too long."
-            )
+        if any(process.poll() for process in processes):
+            raise SystemExit("A rank failed; see above.")
+        if time.monotonic() > deadline:
+            raise SystemExit("The ranks took too long.")
         time.sleep(0.05)
 
 

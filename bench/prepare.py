@@ -1,6 +1,6 @@
 """Compare ``prepare_data`` with Spark's own ``df.write.parquet`` of the same rows, in alternating runs.
 
-python bench/prepare.py --rows 1000000 --columns 30 --rounds 5
+python -m bench.prepare --rows 1000000 --columns 30 --rounds 5
 """
 
 from __future__ import annotations

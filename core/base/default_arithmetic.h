@@ -13,7 +13,7 @@ namespace sparkhvd {
 // object: rounding to nearest, and subnormal numbers as they are. Threads of programs may have
 // other modes, and threads that they start inherit them. TensorFlow's threads, for example, replace
 // subnormal numbers by 0, which would change float16 values below 2^-14. Ranks would then compute
-// different results. fesetenv(3) also resets modes that no kernel uses, and takes a microsecond.
+// different results. fesetenv(3) also resets modes that no reduction uses, and takes a microsecond.
 class DefaultArithmetic {
  public:
   DefaultArithmetic() : callers_(Get()) {

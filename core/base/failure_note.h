@@ -1,4 +1,4 @@
-// Encodes a failure as text for the store: one character for the code, then the message.
+// Encodes a failure as text for the rendezvous: one character for the code, then the message.
 #pragma once
 
 #include <optional>

@@ -99,8 +99,8 @@ def pids_in(folder: Path, count: int) -> dict[str, list[int]]:
 
 
 def assert_ended(pids: dict[str, list[int]]) -> None:
-    numbers = {number for numbers in pids.values() for number in numbers}
-    left = [process for process in psutil.process_iter() if process.pid in numbers]
+    all_pids = {pid for pids_of_rank in pids.values() for pid in pids_of_rank}
+    left = [process for process in psutil.process_iter() if process.pid in all_pids]
     assert psutil.wait_procs(left, timeout=20)[1] == []
 
 

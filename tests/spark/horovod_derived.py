@@ -10,7 +10,7 @@ from pyspark.ml.param import Param, Params
 from pytorch_lightning import LightningModule
 from pytorch_lightning.utilities import _module_available
 
-assert _module_available("horovod"), "which Lightning 2 no longer defines"
+assert _module_available("horovod")  # other libraries call this function, which Lightning 2 no longer defines
 
 
 class Slope(LightningModule):
@@ -43,7 +43,7 @@ class Slope(LightningModule):
 
 
 def length(row: Any) -> dict[str, Any]:
-    """Return other columns than those of the row: the length of the word, and the label."""
+    """Return new columns in place of those of the row: the length of the word, and the label."""
     return {"length": float(len(row["word"])), "target": torch.tensor(row["y"])}
 
 
