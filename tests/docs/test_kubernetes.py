@@ -48,7 +48,7 @@ def test_a_manifest_follows_the_schema_of_kubernetes(file: str, manifest: dict[s
         manifest = {**manifest, "spec": {**manifest["spec"]}}
         manifest["spec"]["containers"] = [{**container, "image": "any"} for container in manifest["spec"]["containers"]]
     validate.validate(manifest, version, strict=True)
-    with pytest.raises(validate.ValidationError):
+    with pytest.raises(validate.ValidationError, match="1 is not of type"):
         validate.validate({**manifest, "metadata": {"name": 1}}, version, strict=True)
 
 

@@ -33,6 +33,19 @@ def _restored_environment() -> Iterator[None]:
     os.environ.update(before)
 
 
+@pytest.fixture
+def served() -> Iterator[tuple[MembershipServer, queue.SimpleQueue]]:
+    """Make this process a worker; return its membership server and the server's inbox."""
+    inbox: queue.SimpleQueue = queue.SimpleQueue()
+    server = MembershipServer(b"secret", inbox)
+    server.listen_to(0)
+    session.set_launch_context(LaunchContext(membership=replace(server.address, worker=0)))
+    yield server, inbox
+    session.shutdown()
+    session.set_launch_context(LaunchContext())
+    server.close()
+
+
 def reader_threads() -> int:
     return sum(thread.name == "sparkhvd-elastic-reports" for thread in threading.enumerate())
 
@@ -116,11 +129,8 @@ def peer(server: MembershipServer, generation: int, port: int) -> Communicator:
 
 
 @pytest.mark.usefixtures("_restored_environment")
-def test_a_loss_that_the_driver_reports_ends_only_the_collectives_of_its_generation():
-    inbox: queue.SimpleQueue = queue.SimpleQueue()
-    server = MembershipServer(b"secret", inbox)
-    server.listen_to(0)
-    session.set_launch_context(LaunchContext(membership=replace(server.address, worker=0)))
+def test_a_loss_that_the_driver_reports_ends_only_the_collectives_of_its_generation(served):
+    server, inbox = served
     peers: list[Communicator] = []
 
     def connect(generation: int) -> None:
@@ -150,16 +160,11 @@ def test_a_loss_that_the_driver_reports_ends_only_the_collectives_of_its_generat
         session.shutdown()
         for communicator in peers:
             communicator.close()
-        session.set_launch_context(LaunchContext())
-        server.close()
 
 
 @pytest.mark.usefixtures("_restored_environment")
-def test_a_rank_whose_generation_ends_while_it_connects_waits_for_the_next_one():
-    inbox: queue.SimpleQueue = queue.SimpleQueue()
-    server = MembershipServer(b"secret", inbox)
-    server.listen_to(0)
-    session.set_launch_context(LaunchContext(membership=replace(server.address, worker=0)))
+def test_a_rank_whose_generation_ends_while_it_connects_waits_for_the_next_one(served):
+    server, inbox = served
     reports: list[Report] = []
 
     def form_generations() -> None:
@@ -170,18 +175,13 @@ def test_a_rank_whose_generation_ends_while_it_connects_waits_for_the_next_one()
         reports.append(inbox.get(timeout=30).report)
         server.assign(0, 1, assignment_of_rank_0(2, 1, 0))
 
-    try:
-        with ThreadPoolExecutor(1) as driver:
-            formed = driver.submit(form_generations)
-            session.init()
-            formed.result()
-        assert session.size() == 1
-        assert [report.kind for report in reports] == [WAITING, WAITING]
-        assert "could not connect: " in reports[1].reason
-    finally:
-        session.shutdown()
-        session.set_launch_context(LaunchContext())
-        server.close()
+    with ThreadPoolExecutor(1) as driver:
+        formed = driver.submit(form_generations)
+        session.init()
+        formed.result()
+    assert session.size() == 1
+    assert [report.kind for report in reports] == [WAITING, WAITING]
+    assert "could not connect: " in reports[1].reason
 
 
 @pytest.mark.usefixtures("_restored_environment")
