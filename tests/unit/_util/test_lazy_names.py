@@ -25,7 +25,7 @@ def test_a_name_is_imported_on_first_use(package, monkeypatch):
     assert package.Thing is things.Thing
 
 
-def test_other_names_are_missing(package):
+def test_an_unknown_name_raises_an_attribute_error(package):
     with pytest.raises(AttributeError, match="module 'lazy_package' has no attribute 'Other'"):
         _ = package.Other
 

@@ -61,7 +61,7 @@ def init_after_a_refusal(refused, kind, rounds=ROUNDS):
         (lambda rank, size: [[0], [1, size]], "has ranks outside 0.."),
         (lambda rank, size: [[-1]], "has ranks outside 0.."),
     ],
-    ids=["twice", "apart", "everybody", "outside", "negative"],
+    ids=["twice", "apart", "all ranks", "outside", "negative"],
 )
 def test_every_rank_refuses_impossible_sets_equally_and_the_next_init_succeeds(group, refused, message):
     messages = group.run(init_after_a_refusal, refused, ConfigError)

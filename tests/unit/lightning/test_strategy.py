@@ -294,7 +294,7 @@ def collected():
     }
 
 
-def test_collectives_of_the_strategy(group):
+def test_collectives_of_the_strategy_combine_the_values_of_the_ranks(group):
     wanted = {
         "mean": [1.0, 0.5],
         "whole": 0.5,

@@ -22,7 +22,7 @@ from sparkhvd.store.registry import StoreEntry, scheme_of
         ("a:b", "file"),
     ],
 )
-def test_the_scheme_of_a_url(url, scheme):
+def test_the_scheme_of_a_url_is_recognized_and_a_path_is_a_file(url, scheme):
     assert scheme_of(url) == scheme
 
 
