@@ -115,23 +115,26 @@ def layout_seen():
     return communicator.world, communicator.homogeneous
 
 
+def why_a_collective_fails(communicator):
+    """Return the message of the error that a collective raises because a rank is lost."""
+    with pytest.raises(PeerLostError) as caught:
+        communicator.allreduce(np.ones(3), name="wanted")
+    return str(caught.value)
+
+
 def leave_while_others_wait():
     communicator = session.current()
     if communicator.world.rank == 0:
         session.shutdown()
         return "left"
-    with pytest.raises(PeerLostError) as caught:
-        communicator.allreduce(np.ones(3), name="wanted")
-    return str(caught.value)
+    return why_a_collective_fails(communicator)
 
 
 def die_while_others_wait():
     communicator = session.current()
     if communicator.world.rank == 1:
         os._exit(3)
-    with pytest.raises(PeerLostError) as caught:
-        communicator.allreduce(np.ones(3), name="wanted")
-    return str(caught.value)
+    return why_a_collective_fails(communicator)
 
 
 def abort_while_others_wait():
@@ -139,20 +142,16 @@ def abort_while_others_wait():
     if communicator.world.rank == 1:
         communicator.abort("the data ran out")
         return ""
-    with pytest.raises(PeerLostError) as caught:
-        communicator.allreduce(np.ones(3), name="wanted")
-    return str(caught.value)
+    return why_a_collective_fails(communicator)
 
 
 def raise_inside_the_communicator():
     communicator = session.current()
     if communicator.world.rank == 1:
-        with pytest.raises(KeyError), communicator:
+        with pytest.raises(KeyError, match="weights"), communicator:
             raise KeyError("weights")
         return ""
-    with pytest.raises(PeerLostError) as caught:
-        communicator.allreduce(np.ones(3), name="wanted")
-    return str(caught.value)
+    return why_a_collective_fails(communicator)
 
 
 def close_with_an_operation_pending():
@@ -228,7 +227,7 @@ def retry_after_a_timeout():
     if context.world.rank == 0:
         short = dataclasses.replace(context, config=dataclasses.replace(context.config, start_timeout=3.0))
         session.set_launch_context(short)
-        with pytest.raises(DeadlineExceededError):
+        with pytest.raises(DeadlineExceededError, match="rank 1"):
             session.init()
     else:
         with RendezvousClient(context.rendezvous, context.token, Deadline.after(30.0)) as store:

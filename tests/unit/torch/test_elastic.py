@@ -105,7 +105,7 @@ def test_an_optimizer_whose_exchange_has_failed_works_after_a_reset():
     state.sync()
     model(torch.ones(2, 3)).sum().backward()  # the gradients are being exchanged when the connections break
     hvd.shutdown()
-    with pytest.raises(NotInitializedError):
+    with pytest.raises(NotInitializedError, match="has been shut down"):
         hvd.rank()
     state.restore()
     hvd.init()

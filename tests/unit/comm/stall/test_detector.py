@@ -108,7 +108,7 @@ def one_rank_is_stopped(pids):
 def wait_in_vain():
     communicator = session.current()
     if communicator.world.rank == 1:
-        with pytest.raises(PeerLostError):
+        with pytest.raises(PeerLostError, match="stalled for more than 1 s"):
             communicator.allreduce(np.ones(1), name="the wrong one")
         return ""
     with pytest.raises(PeerLostError) as caught:
@@ -121,7 +121,7 @@ def wait_for_a_hanging_rank(folder):
     if communicator.world.rank == 1:
         wait_for(folder / "it ended")
         return None
-    with pytest.raises(SparkHvdError):
+    with pytest.raises(SparkHvdError, match="gradient"):
         communicator.allreduce(np.ones(1), name="gradient")
     (folder / "it ended").touch()
     context = session.launch_context()

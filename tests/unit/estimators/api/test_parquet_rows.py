@@ -90,7 +90,7 @@ def test_prepared_rows_are_not_split_again(store, prepared, by, message):
 
 
 def test_a_fit_that_cannot_start_releases_its_rows(store, prepared):
-    with pytest.raises(SchemaError, match="z"), rows_of(store, prepared, feature_cols=["z"]):
+    with pytest.raises(SchemaError, match="There is no column 'z'"), rows_of(store, prepared, feature_cols=["z"]):
         pass
     prepared.close()
     assert store.list("") == []

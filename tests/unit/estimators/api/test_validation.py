@@ -139,7 +139,7 @@ def test_an_object_with_run_and_num_processes_is_a_backend():
 
 
 def test_the_options_of_a_spark_backend_are_checked_before_any_work():
-    with pytest.raises(TypeError, match="gpu_per_task"):
+    with pytest.raises(TypeError, match=r"takes no argument 'gpu_per_task'\. Did you mean gpus_per_task\?"):
         SparkBackend(2, gpu_per_task=1)
 
     def check_options(num_proc, data="direct", **options):

@@ -114,11 +114,19 @@ def checked(plugin, kind, rows):
 
 
 @pytest.mark.parametrize("plugin", [PLUGIN, LIGHTNING], ids=["torch", "lightning"])
-@pytest.mark.parametrize("kind", ["looks up", "raises", "asserts", "loss"])
-def test_failures_on_synthetic_rows_are_ignored_but_not_on_real_rows(plugin, kind):
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("looks up", "index out of range"),
+        ("raises", "ids begin with 1"),
+        ("asserts", "AssertionError"),
+        ("loss", "a label of 0"),
+    ],
+)
+def test_failures_on_synthetic_rows_are_ignored_but_not_on_real_rows(plugin, kind, message):
     assert checked(plugin, kind, None) == ([(4,)] if kind == "loss" else [])
     assert checked(plugin, kind, {"x": np.array([1, 5]), "y": np.array([3, 1])}) == [(4,)]
-    with pytest.raises(ModelOutputError):
+    with pytest.raises(ModelOutputError, match=message):
         checked(plugin, kind, {"x": np.array([0, 5]), "y": np.array([0, 1])})
 
 

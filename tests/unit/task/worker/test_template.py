@@ -472,17 +472,22 @@ def test_a_worker_that_is_forked_too_late_ends_and_leaves_nothing_behind(tmp_pat
 
 
 def test_a_worker_that_waits_for_a_template_has_no_scratch_folder_yet(recording_module, tmp_path, monkeypatch):
+    imports_may_end = tmp_path / "imports may end"
+    with (tmp_path / f"{recording_module}.py").open("a") as file:
+        file.write(f"import time\nwhile not os.path.exists({str(imports_may_end)!r}):\n    time.sleep(0.01)\n")
     (tmp_path / "scratch").mkdir()
     monkeypatch.setattr(scratch_module, "local_folders", lambda: (str(tmp_path / "scratch"),))
     folder_counts, bind = [], template_module._bind
 
     def count_folders_and_bind(address: str) -> object:
         folder_counts.append(len(list((tmp_path / "scratch").iterdir())))
+        if len(folder_counts) > 1:  # the second worker waits
+            imports_may_end.touch()
         return bind(address)
 
     monkeypatch.setattr(template_module, "_bind", count_folders_and_bind)
     workers = [spawn(recording_module) for _ in range(2)]
-    assert set(folder_counts[1:]) <= {1}, "only the first worker has a scratch folder"
+    assert set(folder_counts[1:]) == {1}, "only the first worker has a scratch folder"
     for worker in workers:
         result(worker, where_imported)
     assert list((tmp_path / "scratch").iterdir()) == []

@@ -574,12 +574,12 @@ def test_parameters_are_freed_with_their_optimizer(alone):
     assert freed() is None
 
 
-def test_parameters_can_be_added_later(alone):
+def test_parameters_that_are_added_later_are_exchanged_too(alone):
     first, second = a_parameter(), a_parameter()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([first], lr=0.1))
     optimizer.add_param_group({"params": [second], "lr": 0.5})
     (first.sum() + second.sum()).backward()
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="was computed more than backward_passes_per_step=1 times before step"):
         second.sum().backward()
     optimizer.synchronize()
 
