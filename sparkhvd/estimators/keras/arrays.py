@@ -1,4 +1,4 @@
-"""The values of variables as arrays, and arrays as bytes, the form in which checkpoints hold the state of Keras."""
+"""Conversion of variables to arrays, and of arrays to bytes: checkpoints store the state of Keras in this form."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def arrays_to_bytes(arrays: Mapping[str, npt.NDArray[np.generic]]) -> bytes:
     Types that NumPy lacks, such as bfloat16, become float32, which holds all their values.
     """
     buffer = io.BytesIO()
-    known = {name: array.astype(np.float32) if array.dtype.kind == "V" else array for name, array in arrays.items()}
-    np.savez(buffer, **known)  # type: ignore[arg-type]  # numpy's stubs know allow_pickle only
+    storable = {name: array.astype(np.float32) if array.dtype.kind == "V" else array for name, array in arrays.items()}
+    np.savez(buffer, **storable)  # type: ignore[arg-type]  # numpy's stubs know allow_pickle only
     return buffer.getvalue()
 
 

@@ -1,4 +1,4 @@
-"""The callbacks of a training that may resume, which see it as one training."""
+"""A list of callbacks that sees a training as one, even if it resumes within an epoch."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from sparkhvd.estimators.keras.metrics import Logs
 
 
 class TrainingCallbackList(keras.callbacks.CallbackList):  # type: ignore[misc]  # keras has no types
-    """Calls the hooks of callbacks as in one training, although a run that resumes within an epoch calls ``fit`` twice.
+    """Calls the hooks of callbacks as in one training, even if a run that resumes within an epoch calls ``fit`` twice.
 
-    With two calls, ``EarlyStopping`` would lose its state of that epoch, and ``CSVLogger`` would overwrite its row.
+    If each ``fit`` began a training, ``EarlyStopping`` would lose its state of the first epoch, and ``CSVLogger`` would
+    overwrite its row.
 
-    A callback sets up its own state when the training and its epochs begin, so these hooks are called in a resumed
-    run, too. The interrupted run has already called them, and their changes of the model are part of the checkpoint.
-    Therefore the checkpoint is restored after them.
+    A callback sets up its own state when the training and its epochs begin, so a resumed run calls these hooks, too.
+    The interrupted run has already called them, and the checkpoint contains their changes of the model. Therefore the
+    checkpoint is restored after these hooks.
 
     Args:
         callbacks: the callbacks.
@@ -50,24 +51,24 @@ class TrainingCallbackList(keras.callbacks.CallbackList):  # type: ignore[misc] 
         self.set_params({"verbose": 0, "epochs": epochs, "steps": self._batch_of_epoch(batches)})
 
     def _batch_of_epoch(self, batch: int) -> int:
-        """Return the number of a batch, counted from the beginning of its epoch."""
+        """Return the index of a batch, counted from the beginning of its epoch."""
         return (self._batches_before or 0) + batch
 
     def on_train_begin(self, logs: Logs = None) -> None:
-        """Call the hooks of the callbacks, unless they have been called."""
+        """Call the hooks of the callbacks at the first call only."""
         if not self.has_begun:
             self.has_begun = True
             super().on_train_begin(logs)
             self._restore()
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
-        """Call the hooks of the callbacks; restore the checkpoint if the interrupted run has called them."""
+        """Call the hooks of the callbacks; restore the checkpoint if the interrupted run has already called them."""
         super().on_epoch_begin(epoch, logs)
         if self._batches_before is not None:
             self._restore()
 
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
-        """Call the hooks of the callbacks with the number of the batch in the whole epoch."""
+        """Call the hooks of the callbacks with the index of the batch in the whole epoch."""
         super().on_train_batch_begin(self._batch_of_epoch(batch), logs)
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
@@ -79,5 +80,5 @@ class TrainingCallbackList(keras.callbacks.CallbackList):  # type: ignore[misc] 
         self._logs = logs
 
     def end(self) -> None:
-        """Call the hooks of the callbacks for the end of the training, which has begun."""
+        """Call the hooks of the callbacks for the end of the training; call this only if ``has_begun``."""
         super().on_train_end(self._logs)

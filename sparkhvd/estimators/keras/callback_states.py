@@ -1,4 +1,4 @@
-"""The states of Keras' own callbacks in checkpoints; Keras does not save them and resets them when training begins."""
+"""The states of Keras' own callbacks in checkpoints. Keras does not save them, and resets them when training begins."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _NUMBER_ATTRIBUTES = (
 
 
 def callback_states(callbacks: Sequence[keras.callbacks.Callback]) -> Arrays:
-    """Return the states of the callbacks so far, by names that ``restore_callbacks`` knows.
+    """Return the current states of the callbacks, by the names that ``restore_callbacks`` expects.
 
-    The states of ranks differ if a callback acts on rank 0 only, and a run resumes with those of rank 0.
+    If a callback acts only on rank 0, its states differ between the ranks. A run resumes with the states of rank 0.
     """
     arrays: Arrays = {}
     for prefix, callback in _stateful(callbacks):
@@ -46,7 +46,7 @@ def callback_states(callbacks: Sequence[keras.callbacks.Callback]) -> Arrays:
 def restore_callbacks(
     callbacks: Sequence[keras.callbacks.Callback], arrays: Mapping[str, npt.NDArray[np.generic]]
 ) -> None:
-    """Set the states of callbacks from ``callback_states``; callbacks of other types or positions start anew."""
+    """Restore the result of ``callback_states``; callbacks of other types or at other positions start anew."""
     for prefix, callback in _stateful(callbacks):
         for name in _NUMBER_ATTRIBUTES:
             if (value := arrays.get(f"{prefix}.{name}")) is not None:
@@ -59,7 +59,7 @@ def restore_callbacks(
 
 
 def append_to_files(callbacks: Sequence[keras.callbacks.Callback]) -> None:
-    """Make the callbacks of a resumed run keep the files of the interrupted run, which they would overwrite."""
+    """Keep the callbacks of a resumed run from overwriting the files of the interrupted run."""
     for callback in callbacks:
         if isinstance(callback, keras.callbacks.CSVLogger):
             callback.append = True  # it writes the header only if the file is missing or empty
@@ -73,7 +73,7 @@ def changes_model_at_end(callback: keras.callbacks.Callback) -> bool:
 
 
 def _stateful(callbacks: Sequence[keras.callbacks.Callback]) -> list[tuple[str, keras.callbacks.Callback]]:
-    """Return the callbacks with a known state, each with a name of its own."""
+    """Return the callbacks of the known types, each with a unique prefix for the names of its state."""
     return [
         (f"callback.{index}.{type(callback).__name__}", callback)
         for index, callback in enumerate(callbacks)

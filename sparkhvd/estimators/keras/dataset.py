@@ -23,15 +23,16 @@ from sparkhvd.estimators.keras.inputs import Ports
 class BatchDataset(keras.utils.PyDataset):  # type: ignore[misc]  # keras has no types
     """The batches of one split, in order; requesting batch 0 starts the epoch numbered ``epoch``.
 
-    Keras may prefetch batches, so methods identify a batch of the epoch by its index. Keras has no empty steps, so a
-    rank without rows in a batch gets a placeholder row: its share of the step is 0, and ``was_empty`` returns True.
+    Keras may prefetch batches, so methods identify a batch by its index in the epoch. Keras has no empty steps, so a
+    rank without rows in a batch gets a placeholder row. The rank's share of the step is then 0, and ``was_empty``
+    returns True.
 
     Args:
         source: the batches.
         inputs: maps columns to inputs.
         outputs: maps columns to targets.
         passes: batches per optimizer step; the last step of an epoch may have fewer.
-        sample: a placeholder row for use before this rank has had a row of its own; zeros may be invalid values.
+        sample: the placeholder row until this rank has a row of its own; None uses zeros, which may be invalid values.
     """
 
     def __init__(
@@ -39,12 +40,12 @@ class BatchDataset(keras.utils.PyDataset):  # type: ignore[misc]  # keras has no
     ) -> None:
         super().__init__()
         self.epoch = 0
-        self.first_step = 0  # the step at which the epoch begins
-        self.rows = 0  # rows of this rank, delivered in the epoch so far
+        self.first_step = 0  # the step at which this part of the epoch begins
+        self.rows = 0  # rows of this rank that have been delivered in the epoch
         self._batches_left: int | None = None
-        self._ready: list[float] = []  # time at which every batch of the epoch was ready, by the monotonic clock
-        self._rows_of_all: list[int] = []  # rows of all ranks in every batch of the epoch
-        self._counts: list[int] = []  # rows of this rank after every batch of the epoch
+        self._ready: list[float] = []  # monotonic time at which each batch of the epoch was ready
+        self._rows_of_all: list[int] = []  # rows of all ranks in each batch of the epoch
+        self._counts: list[int] = []  # rows of this rank up to and including each batch of the epoch
         self._source = source
         self._inputs = inputs
         self._outputs = outputs
@@ -58,7 +59,7 @@ class BatchDataset(keras.utils.PyDataset):  # type: ignore[misc]  # keras has no
         self._rows_of_step = 0
         self._shares: list[float] = []  # the result of ``share_of`` for every batch of the epoch
         self._empty: set[int] = set()
-        # Later, the placeholder is a row of the last batch, because a synthetic row may have invalid values.
+        # Later, a row of the previous batch replaces it, because a synthetic row may have invalid values.
         self._placeholder = sample or {column.name: columns.blank(column, 1) for column in source.schema.columns}
 
     def __len__(self) -> int:
@@ -71,11 +72,11 @@ class BatchDataset(keras.utils.PyDataset):  # type: ignore[misc]  # keras has no
         return self._source.steps()
 
     def begins_within(self) -> bool:
-        """Return whether the epochs begin within an epoch of the run."""
+        """Return whether the next epoch is the rest of an epoch that an earlier run began."""
         return self.first_step > 0 or self._batches_left is not None
 
     def begin_within(self, first_step: int, batches: int | None) -> None:
-        """Begin the next epochs at a step; ``batches``, if set, is their number of batches."""
+        """Begin the next epochs at a step; ``batches`` is their number of batches, or None for all that follow."""
         self.first_step, self._batches_left = first_step, batches
 
     def rows_until(self, batch: int) -> int:
@@ -95,7 +96,7 @@ class BatchDataset(keras.utils.PyDataset):  # type: ignore[misc]  # keras has no
                 self._start()
             if index != self._next or self._batches is None:
                 raise DataError(
-                    f"Keras requested batch {index} after batch {self._next - 1}, but batches are read in order only."
+                    f"Keras requested batch {index} after batch {self._next - 1}; batches can only be read in order."
                 )
             self._next += 1
             batch = self._next_batch(self._batches)
@@ -161,7 +162,7 @@ class BatchDataset(keras.utils.PyDataset):  # type: ignore[misc]  # keras has no
             close()
 
     def _next_batch(self, batches: Iterator[Batch]) -> Batch:
-        """Return the next batch; reads the whole step, to know its number of rows."""
+        """Return the next batch; read its whole step, whose number of rows is needed."""
         if not self._read:
             self._read.extend(islice(batches, self._passes))
             self._rows_of_step = sum(batch.global_rows for batch in self._read)
@@ -178,9 +179,9 @@ class BatchDataset(keras.utils.PyDataset):  # type: ignore[misc]  # keras has no
 def as_input_of_fit(data: BatchDataset) -> Any:
     """Return the dataset as an argument for one call of ``model.fit``; on TensorFlow, a ``tf.data.Dataset``.
 
-    Keras would make the same one, except that it would tune itself; ``without_tuning`` explains why this must not be.
-    It would also keep the rows in memory, because TensorFlow keeps the Python functions of pipelines until the process
-    ends. Therefore the caller must keep ``data`` until ``fit`` has returned.
+    Keras would create almost the same dataset. But that one would tune itself (``without_tuning`` says why it must
+    not), and it would keep the rows in memory, because TensorFlow keeps the Python functions of pipelines until the
+    process ends. This dataset holds only a weak reference, so the caller must keep ``data`` until ``fit`` has returned.
     """
     if keras.config.backend() != "tensorflow":
         return data

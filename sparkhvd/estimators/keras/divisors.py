@@ -18,7 +18,7 @@ from sparkhvd.estimators.keras.dataset import BatchDataset
 
 
 class CurrentBatch:
-    """The batch that is being computed, if a training or validation step is running."""
+    """The current batch while a training or validation step runs."""
 
     def __init__(self) -> None:
         self._batch: tuple[BatchDataset, int] | None = None
@@ -28,7 +28,7 @@ class CurrentBatch:
         self._batch = data, batch
 
     def end(self) -> None:
-        """End the batch; losses computed from now on belong to a callback on this rank alone."""
+        """End the batch; a callback computes all later losses, on this rank alone."""
         self._batch = None
 
     def share(self) -> float:
@@ -118,7 +118,7 @@ def _divided_over_ranks(loss: keras.losses.Loss, current: CurrentBatch, name: st
 def _with_mean_by_rows(
     loss: Callable[..., keras.KerasTensor], mean: keras.metrics.Mean
 ) -> Callable[..., keras.KerasTensor]:
-    """Return the loss, and make ``mean``, which Keras updates after every call, weight each value by the rows.
+    """Return the loss, and make ``mean`` weight each value by the rows; Keras updates ``mean`` after every call.
 
     In a graph of TensorFlow, the number of rows is unknown, and Keras would weight all batches equally.
     """

@@ -1,4 +1,4 @@
-"""The callbacks before and after those of the user: they make the ranks' epochs one and report them to the hooks."""
+"""The callbacks before and after the user's: they combine the epochs of all ranks and report them to the hooks."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ class EpochBeginCallback(keras.callbacks.Callback):  # type: ignore[misc]  # ker
         earlier_metrics: Sequence[bytes],
     ) -> None:
         super().__init__()
-        self._earlier_metrics = earlier_metrics  # the metric states that this rank takes over in a resumed epoch
+        self._earlier_metrics = earlier_metrics  # the metric states from before the interruption, for a resumed epoch
         self._statistics = statistics
         self._current = current
         self.graph_flags = graph_flags
         self._equal_rows = 0  # this rank's rows in the epoch at the last synchronization of the statistics
         self._saves_within_epoch = saves_within_epoch  # whether the model may be saved after any batch
         self._seeds = seeds
-        self.batches_before = 0  # batches of the epoch that were trained before this run resumed within it
+        self.batches_before = 0  # batches of the epoch that the interrupted run trained
         self.metrics = EpochMetrics()
-        # Statistics over all ranks' rows; they must change in this rank's empty steps, too.
+        # The statistics of all ranks' rows, which must change even in this rank's empty steps.
         self._shared = {id(variable) for layer in sync_layers for variable in layer.non_trainable_variables}
         self.data = data
         self.validation = validation
@@ -137,7 +137,9 @@ class EpochBeginCallback(keras.callbacks.Callback):  # type: ignore[misc]  # ker
         sums = [as_number(logs[name]) * count if count else 0.0 for name, count in zip(names, counts, strict=True)]
         pairs = dict(zip(names, zip(sums, counts, strict=True), strict=True))
         self.metrics.train = {name: pair for name, pair in pairs.items() if not name.startswith("val_")}
-        self.metrics.validation = {n.removeprefix("val_"): p for n, p in pairs.items() if n.startswith("val_")}
+        self.metrics.validation = {
+            name.removeprefix("val_"): pair for name, pair in pairs.items() if name.startswith("val_")
+        }
         totals = session.current().allreduce(
             np.array([sums, counts], np.float64), ReduceOp.SUM, name=f"epoch {epoch} logs"
         )
@@ -150,7 +152,7 @@ class EpochBeginCallback(keras.callbacks.Callback):  # type: ignore[misc]  # ker
         return StepTimes(self._data_wait, max(total - self._data_wait - communicated, 0.0), communicated)
 
     def _save_variables(self, batch: int, data: BatchDataset) -> None:
-        """If the step may be empty, save the variables that an empty step must not change; copies take time."""
+        """Save the variables that an empty step must not change, if the step may be empty at all: copies take time."""
         self._saved, self._saved_buffers = [], {}
         if data.may_be_empty(batch):
             model = self.model

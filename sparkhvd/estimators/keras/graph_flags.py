@@ -31,7 +31,7 @@ class GraphFlags:
         return self._traced if self._model.train_function is self._step else None
 
     def begin(self) -> None:
-        """Begin the training, before callbacks can make another step than the interrupted run did."""
+        """Record the step that Keras made for the training, before a callback can request a new one."""
         self._from_fit = self._model.train_function
 
     def begin_batch(self) -> None:

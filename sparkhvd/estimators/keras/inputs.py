@@ -137,7 +137,7 @@ class Ports:
         return [values[port.name] for port in self.ports] if self.structure == "dict" else list(values)
 
     def by_label(self, flat: Sequence[T]) -> list[T]:
-        """Return values, given in the model's order, in the order of the label columns."""
+        """Return values that are in the model's order in the order of the label columns."""
         return list(flat) if self.order is None else [flat[index] for index in self.order]
 
     def __str__(self) -> str:
@@ -215,7 +215,7 @@ def _with_sparse(port: Port, sparse: Mapping[str, ColumnSpec]) -> Port:
             f"The sparse column {names[0]!r} cannot be concatenated with others for the input {port.name!r}. Use a "
             "model with one input per column, or remove the column from sparse_cols."
         )
-    # The size is unknown before the data is read; until then, the plan is only used for messages.
+    # The size is unknown until the data is read. Before that, only messages use the plan.
     (size,) = sparse[names[0]].shape or (0,)
     return replace(port, shape=None, sparse=size)
 

@@ -31,7 +31,7 @@ class MetricSums:
         self._earlier: list[dict[str, npt.NDArray[np.generic]]] = []
 
     def begin(self, earlier: Sequence[bytes] = ()) -> None:
-        """Record the values at the start of an epoch or a validation; a metric that was not reset begins with a sum.
+        """Record the values at the start of an epoch or a validation; a metric that is not reset starts above zero.
 
         Args:
             earlier: results of ``state`` from the part of the epoch before an interruption, which this rank takes over.
@@ -44,7 +44,7 @@ class MetricSums:
         return all(map(_is_sum, _metrics(self._model))) and logs.keys() == self._model.get_metrics_result().keys()
 
     def state(self) -> bytes:
-        """Return this rank's additions to the variables since the start, including the states that it took over."""
+        """Return what this rank has added to the variables since the start, including the states that it took over."""
         return arrays_to_bytes(self._added())
 
     def sum_over_ranks(self, name: str) -> None:
@@ -64,9 +64,9 @@ class MetricSums:
 
     def _added(self) -> dict[str, npt.NDArray[np.float64]]:
         added = {key: _flat(variable) - self._start_of(variable) for key, variable in self._variables().items()}
-        for known in self._earlier:
-            for key in added.keys() & known.keys():
-                added[key] = added[key] + known[key].astype(np.float64)
+        for earlier in self._earlier:
+            for key in added.keys() & earlier.keys():
+                added[key] = added[key] + earlier[key].astype(np.float64)
         return added
 
     def _start_of(self, variable: keras.Variable) -> npt.NDArray[np.float64]:

@@ -1,4 +1,4 @@
-"""The buffers of PyTorch modules in a Keras model, which Keras does not track: its variables are parameters only."""
+"""The buffers of PyTorch modules in a Keras model. Keras does not track them: it makes only parameters variables."""
 
 from __future__ import annotations
 

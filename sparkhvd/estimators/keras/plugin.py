@@ -101,13 +101,14 @@ class KerasPlugin:
         name_by_id = {id(variable): name for variable, name in zip(model.weights, numbered, strict=True)}
         trained = tuple(name_by_id.get(id(variable), "") for variable in model.trainable_variables)
         optimizer = type(_optimizer(params, model)).__name__
-        by_name = dict(zip(numbered, shapes, strict=True)), (trained,)
-        return ModelFacts("Keras", optimizer, *by_name, dtypes=dict(zip(numbered, dtypes, strict=True)))
+        shape_by_name = dict(zip(numbered, shapes, strict=True))
+        dtype_by_name = dict(zip(numbered, dtypes, strict=True))
+        return ModelFacts("Keras", optimizer, shape_by_name, (trained,), dtypes=dtype_by_name)
 
     def monitors(self, params: Mapping[str, object]) -> Mapping[str, str]:
         """See ``FrameworkPlugin.monitors``; names ``checkpoint_callback`` if ``checkpoints`` was derived from it."""
-        own = {} if params.get("checkpoint_callback") is None else {"checkpoints": "checkpoint_callback"}
-        return {own.get(name, name): monitor for name, monitor in monitored_metrics(params).items()}
+        renamed = {} if params.get("checkpoint_callback") is None else {"checkpoints": "checkpoint_callback"}
+        return {renamed.get(name, name): monitor for name, monitor in monitored_metrics(params).items()}
 
     def batch_dependence(self, params: Mapping[str, object]) -> BatchDependence:
         """See ``FrameworkPlugin.batch_dependence``; Keras' layers can train on single rows."""
@@ -308,8 +309,8 @@ def _check_callbacks(callbacks: Sequence[object]) -> None:
             )
         if isinstance(callback, keras.callbacks.BackupAndRestore):
             raise ParamError(
-                "callbacks holds a BackupAndRestore, with which every rank would write and resume from a backup of its "
-                "own, and might skip epochs. Leave it out; with store and run_id, fit itself resumes."
+                "callbacks holds a BackupAndRestore. Every rank would write its own backup and resume from it, and "
+                "might skip epochs. Leave it out; with store and run_id, fit itself resumes."
             )
 
 
@@ -519,7 +520,11 @@ def _remedy(outputs: Sequence[keras.KerasTensor], targets: Sequence[keras.KerasT
 
 
 def _rebuilt_model(package: Package) -> keras.Model:
-    """Build the model like the ranks; a failure is described for the user."""
+    """Build the model as the ranks do.
+
+    Raises:
+        ParamError: Keras cannot rebuild one of the objects; the message says what to change.
+    """
     try:
         return package.build()
     except TypeError as error:  # the type that Keras raises for any error in a from_config()

@@ -40,7 +40,7 @@ class RandomStates:
         self._hooks: TrainHooks | None = hooks  # until the first batch
 
     def begin_epoch(self, epoch: int) -> None:
-        """Set the states for an epoch; they differ between epochs, but not between resumed and uninterrupted runs."""
+        """Set the states for an epoch: different ones in every epoch, but the same ones in a resumed run."""
         self._seed(epoch, 0)
 
     def _seed(self, epoch: int, step: int) -> None:
@@ -55,7 +55,7 @@ class RandomStates:
         random.seed(common)
 
     def begin_batch(self) -> None:
-        """Set the states of a resumed epoch before its first batch, because the start of the epoch draws numbers."""
+        """Set the states of a resumed epoch before its first batch, but after callbacks have begun the epoch."""
         hooks, self._hooks = self._hooks, None
         if hooks is None:
             return
@@ -93,8 +93,8 @@ def _process_states() -> States:
 def _set_process_states(saved: Mapping[str, npt.NDArray[np.generic]]) -> None:
     position, has_gauss, gauss = saved["numpy_rest"].tolist()
     np.random.set_state(("MT19937", saved["numpy"].astype(np.uint32), int(position), int(has_gauss), gauss))
-    waiting = saved["python_rest"].tolist()
-    random.setstate((3, tuple(saved["python"].tolist()), waiting[0] if waiting else None))
+    next_gauss = saved["python_rest"].tolist()
+    random.setstate((3, tuple(saved["python"].tolist()), next_gauss[0] if next_gauss else None))
 
 
 def _seed_backend(seed: int) -> None:
@@ -130,7 +130,7 @@ def _set_backend_states(saved: States) -> None:
 
 
 def _tensorflow_generator(seed: int = 0) -> Any:
-    """Return TensorFlow's global generator, which must exist already if its operations are to be deterministic."""
+    """Return TensorFlow's global generator. If operations are deterministic, TensorFlow does not create it itself."""
     import tensorflow as tf  # noqa: PLC0415  (only the backend in use is imported)
 
     try:

@@ -1,4 +1,4 @@
-"""The settings of the driver's Keras, which a ``.keras`` file omits; layers that other layers create depend on them."""
+"""The global settings of the driver's Keras. A ``.keras`` file omits them, but layers that create layers use them."""
 
 from __future__ import annotations
 

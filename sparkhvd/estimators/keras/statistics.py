@@ -14,7 +14,7 @@ from sparkhvd.keras.variables import broadcast_variables
 
 
 class LayerStatistics:
-    """The variables of a model's layers that change without gradients; every rank updates them from its own rows.
+    """The variables of a model's layers that change without gradients. Every rank updates them from its own rows.
 
     Args:
         model: the model, built.
@@ -73,7 +73,7 @@ class LayerStatistics:
 
 
 def variables_independent_of_rows(model: keras.Model) -> list[keras.Variable]:
-    """Return the variables that change in every training step of a rank, also without rows, equally on all ranks."""
+    """Return the variables that every training step changes equally on all ranks, even on a rank without rows."""
     kind = keras.layers.SpectralNormalization
     layers = [layer for layer in model._flatten_layers() if isinstance(layer, kind) and layer.built]  # noqa: SLF001
     return [variable for layer in layers for variable in (layer.vector_u, layer.kernel)]

@@ -54,7 +54,7 @@ _VARIABLE_NUMBER = re.compile(r"_\d+(?=_|$)")  # in the name of an optimizer's v
 def _on_own_device(
     method: Callable[Concatenate[KerasTrainer, P], R],
 ) -> Callable[Concatenate[KerasTrainer, P], R]:
-    """Run a method on the trainer's device, because the variables that it creates must be on this device."""
+    """Run a method in the scope of the trainer's device, where the variables that it creates must be."""
 
     @wraps(method)
     def run(trainer: KerasTrainer, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -84,7 +84,7 @@ class KerasTrainer:
         self._lr_scale = spec.lr_scale(world.size)
         self._scale_lr(self._lr_scale)
         self._checkpoint = b""  # the state from which the run resumes; empty if it does not
-        self._ended = False  # whether the weights are averaged and callbacks have ended the training, see _end
+        self._ended = False  # whether _end has averaged the weights and called the callbacks
         self._graph_flags = GraphFlags(self._model)
         self._buffers = ModuleBuffers(self._model)
 
@@ -223,11 +223,11 @@ class KerasTrainer:
         self, hooks: TrainHooks, begin: EpochBeginCallback, end: EpochEndCallback, callbacks: TrainingCallbackList
     ) -> None:
         """Train the rest of an interrupted epoch, if there is one, and then all further epochs."""
-        data, first, left = begin.data, hooks.first_epoch, hooks.first_epoch_batches
-        if first < self._spec.epochs and (hooks.first_step or left is not None):
+        data, first, batches_left = begin.data, hooks.first_epoch, hooks.first_epoch_batches
+        if first < self._spec.epochs and (hooks.first_step or batches_left is not None):
             # Keras reads the number of batches per epoch once per fit(), and this epoch has fewer.
-            data.begin_within(hooks.first_step, left)
-            before = hooks.first_step if left is None else max(data.steps() - left, 0)
+            data.begin_within(hooks.first_step, batches_left)
+            before = hooks.first_step if batches_left is None else max(data.steps() - batches_left, 0)
             self._train_epochs(first, first + 1, begin, callbacks, before)
             data.begin_within(0, None)
             first = self._spec.epochs if end.ended else first + 1
@@ -267,7 +267,7 @@ class KerasTrainer:
         return optimizer
 
     def _leave_averages_to_end(self, optimizer: keras.optimizers.Optimizer) -> None:
-        """Keep Keras from replacing weights with their averages after every ``fit``; ``_end`` does it instead."""
+        """Keep Keras from replacing weights with their averages after every ``fit``; ``_end`` replaces them instead."""
         object.__setattr__(optimizer, "finalize_variable_values", lambda _variables: None)
         for callback in self._swap_callbacks():  # it would replace the weights with their averages after the last epoch
             callback._finalize_ema_values = lambda: None  # noqa: SLF001
@@ -304,7 +304,7 @@ class KerasTrainer:
             self._scale_lr(self._lr_scale)
 
     def _end(self, callbacks: TrainingCallbackList) -> None:
-        """End the training in the order of Keras: callbacks may restore the best weights after the averages are set."""
+        """End the training in Keras' order: average the weights, then let callbacks restore the best ones."""
         if not callbacks.has_begun:  # no epoch is left
             if self._ended or not self._changes_at_end():
                 return
@@ -337,7 +337,7 @@ class KerasTrainer:
 
 
 def _last_logs(hooks: TrainHooks) -> dict[str, float]:
-    """Return the logs of the last epoch of a resumed run, as Keras' callbacks read them."""
+    """Return the logs of the last epoch before a resumed run, in the form that Keras' callbacks receive."""
     if not hooks.history:
         return {}
     last = hooks.history[-1]

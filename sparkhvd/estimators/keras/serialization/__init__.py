@@ -1,1 +1,1 @@
-"""Keras objects of the user as bytes: packages for the ranks, the files of a model, an identity's canonical form."""
+"""The user's Keras objects as bytes: packages for the ranks, the files of a model, canonical forms for identities."""

@@ -135,7 +135,7 @@ def _renumbered(config: object) -> object:
     def put(part: object) -> object:
         if isinstance(part, Mapping):
             if part.get("class_name") == "__lambda__":
-                return "lambda"  # its bytes name the file and the line; the function itself is part of the form as well
+                return "lambda"  # its bytes contain the file and the line; the form contains the function itself, too
             return {key: put(item) for key, item in part.items()}
         if isinstance(part, list | tuple):
             return [put(item) for item in part]

@@ -26,7 +26,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 @dataclass(frozen=True)
 class Omissions:
-    """The omitted properties of a model; layers are in the order of Keras, weights in that of ``_weights``.
+    """The omitted properties of a model; layers are in Keras' order, weights in the order of ``_weights``.
 
     Attributes:
         trained_layers: whether each layer with weights is trained.
@@ -75,8 +75,8 @@ class Omissions:
             layer._trainable = trained  # noqa: SLF001  (the public setter also changes the layers within)
         for weight, trained in zip(_weights(model), self.trained, strict=False):
             weight.trainable = trained
-        own = [layer for layer in _layers(model) if is_written_by_user(layer)]
-        for layer, attributes in zip(own, self.attributes, strict=False):
+        user_layers = [layer for layer in _layers(model) if is_written_by_user(layer)]
+        for layer, attributes in zip(user_layers, self.attributes, strict=False):
             for name, value in attributes.items():
                 if name not in vars(layer) or vars(layer)[name] != value:
                     setattr(layer, name, value)
@@ -99,7 +99,7 @@ class Omissions:
 def lora_weights(model: keras.Model) -> list[list[keras.Variable]]:
     """Return the weights of every layer with LoRA.
 
-    A file merges them into one matrix, and Keras loads zeros for both LoRA matrices, which then no longer learn.
+    A file merges the weights of a layer into one matrix. Keras loads both LoRA matrices as zeros, which never learn.
     """
     return [list(layer.weights) for layer in _layers(model) if getattr(layer, "lora_enabled", False)]
 

@@ -167,12 +167,16 @@ def reject_own_optimizers(model: keras.Model) -> None:
     """
     if type(model).train_step is keras.Model.train_step:
         return
-    others = additional_optimizers(model)
-    local = [name for name, values in others.items() if not all(isinstance(x, ExchangingOptimizer) for x in values)]
-    if local:
+    by_attribute = additional_optimizers(model)
+    unwrapped = [
+        name
+        for name, optimizers in by_attribute.items()
+        if not all(isinstance(optimizer, ExchangingOptimizer) for optimizer in optimizers)
+    ]
+    if unwrapped:
         raise ParamError(
-            f"The model has optimizers of its own ({', '.join(local)}), which would train every rank's weights with "
-            "that rank's gradients alone. Wrap each of them where the model creates it: "
+            f"The model has optimizers of its own ({', '.join(unwrapped)}), which would train every rank's weights "
+            "with that rank's gradients alone. Wrap each of them where the model creates it: "
             "sparkhvd.keras.DistributedOptimizer(keras.optimizers.Adam())."
         )
 

@@ -53,12 +53,12 @@ class UnscaledRateCallback(keras.callbacks.Callback):  # type: ignore[misc]  # k
 
 
 class CheckpointFilesCallback(keras.callbacks.Callback):  # type: ignore[misc]  # keras has no types
-    """Runs after a ``ModelCheckpoint`` and gives its new files to the hooks.
+    """Runs after a ``ModelCheckpoint`` and passes its new files to the hooks.
 
     Args:
-        callback: the ``ModelCheckpoint``, which will write into a temporary folder of this process. If a run resumes,
-            the callback receives the best value so far.
-        hooks: keep the files.
+        callback: the ``ModelCheckpoint``; its folder is replaced with a temporary folder of this process. If a run
+            resumes, the callback receives the best value so far.
+        hooks: keep the files in the Store.
         policy: selects the best epoch.
         lr_scale: the factor by which the user's learning rate was multiplied.
 

@@ -74,7 +74,7 @@ SEQUENCES = schema(**SEQUENCE_COLUMNS)
 WEIGHTED_SEQUENCES = schema(**SEQUENCE_COLUMNS, w=("weight", "float64", (), "scalar"))
 
 
-def masking():
+def masked_network():
     layers = [keras.layers.Embedding(4, 3, mask_zero=True), keras.layers.Dense(1)]
     model = keras.Sequential([keras.Input((5,), dtype="int32"), *layers])
     random = np.random.default_rng(3)
@@ -84,12 +84,12 @@ def masking():
 
 def sequences(count):
     random = np.random.default_rng(2)
-    made = {"x": random.integers(0, 4, (count, 5)), "y": random.normal(size=(count, 5, 1))}
-    return {**made, "w": random.uniform(size=count)}
+    columns = {"x": random.integers(0, 4, (count, 5)), "y": random.normal(size=(count, 5, 1))}
+    return {**columns, "w": random.uniform(size=count)}
 
 
-def lose_a_rank(*_):
-    """Stand for a collective that fails."""
+def raise_lost_rank(*_):
+    """Fail as a collective does after the loss of a rank."""
     raise HorovodInternalError("rank 1 was lost")
 
 
@@ -106,7 +106,7 @@ EMPTY_END = [(4, 4)] * 9 + [(1, 0)]
 EMPTY_WITHIN = [(4, 4)] * 4 + [(8, 0)] + [(4, 4)] * 4 + [(0, 8)] + [(4, 4)]
 
 
-class Prepared(keras.Model):
+class NormalizedWithTwoOutputs(keras.Model):
     """A model with two outputs that preprocesses its columns."""
 
     def __init__(self, **settings):
@@ -119,15 +119,15 @@ class Prepared(keras.Model):
         return tuple(head(scaled) for head in self.heads)
 
 
-TWO_ENDED = DataSchema((*WEIGHTED.columns, ColumnSpec("z", "float64", (), "label", "scalar")))
+TWO_LABELS = DataSchema((*WEIGHTED.columns, ColumnSpec("z", "float64", (), "label", "scalar")))
 
 
-def both():
+def two_losses():
     return [keras.losses.SparseCategoricalCrossentropy(from_logits=True), "mse"]
 
 
-def prepared():
-    model = Prepared()
+def normalized_with_two_outputs():
+    model = NormalizedWithTwoOutputs()
     model.scale.adapt(2 * rows(50)["x"] + 1)
     model(np.zeros((1, 6), np.float32))
     random = np.random.default_rng(3)
@@ -136,7 +136,7 @@ def prepared():
     return model
 
 
-def two_ended_rows(count):
+def rows_with_two_labels(count):
     columns = rows(count)
     return {**columns, "z": columns["x"].sum(axis=1)}
 
@@ -166,10 +166,10 @@ class TwoOptimizers(keras.Model):
     def __init__(self, **more):
         super().__init__(**more)
         self.inner, self.outer = keras.layers.Dense(5, activation="tanh"), keras.layers.Dense(1)
-        self.other = self.another()
+        self.other = self.make_other_optimizer()
 
     @staticmethod
-    def another():
+    def make_other_optimizer():
         return hvd.DistributedOptimizer(keras.optimizers.SGD(0.05))
 
     def call(self, values):
@@ -177,10 +177,10 @@ class TwoOptimizers(keras.Model):
 
     def train_step(self, data):
         for _ in range(2):
-            _, found = gradients(self, data, self.inner.trainable_variables)
-            self.optimizer.apply(found, self.inner.trainable_variables)
-        loss, found = gradients(self, data, self.outer.trainable_variables)
-        self.other.apply(found, self.outer.trainable_variables)
+            _, slopes = gradients(self, data, self.inner.trainable_variables)
+            self.optimizer.apply(slopes, self.inner.trainable_variables)
+        loss, slopes = gradients(self, data, self.outer.trainable_variables)
+        self.other.apply(slopes, self.outer.trainable_variables)
         return {"loss": loss}
 
 
@@ -192,13 +192,13 @@ def built(kind):
     return model
 
 
-def dropping():
+def network_with_dropout():
     first, *rest = network().layers
     return keras.Sequential([keras.Input((6,)), first, keras.layers.Dropout(0.5, seed=1), *rest])
 
 
 def with_torch_statistics():
-    """Return a network with a module of PyTorch that has buffers; without it on another backend."""
+    """Return a network that contains, on the torch backend, a PyTorch module with buffers."""
     normalization = []
     if keras.config.backend() == "torch":
         import torch  # noqa: PLC0415
@@ -223,32 +223,32 @@ class GlobalNoise(keras.layers.Layer):
     def call(self, values, training=False):
         if not training:
             return values
-        shape, noisy = keras.ops.shape(values), keras.random.dropout(values, 0.5)
+        shape, noise = keras.ops.shape(values), keras.random.dropout(values, 0.5)
         if keras.config.backend() == "torch":
             import torch  # noqa: PLC0415
 
-            return noisy + torch.rand(tuple(shape), device=noisy.device)
+            return noise + torch.rand(tuple(shape), device=noise.device)
         import tensorflow as tf  # noqa: PLC0415
 
-        return noisy + tf.random.get_global_generator().uniform(shape)
+        return noise + tf.random.get_global_generator().uniform(shape)
 
 
-def noisy():
+def network_with_noise():
     first, *rest = network().layers
     return keras.Sequential([keras.Input((6,)), first, GlobalNoise(), *rest])
 
 
-def drawn(make):
-    """Return the weights after training with a random layer, and the layer's output for ones."""
+def weights_and_noise(make):
+    """Train with a random layer; return the weights, and the layer's output for ones."""
     world, model = session.current().world, make()
     trainer = PLUGIN.trainer(PLUGIN.pack(parameters(model=model)), spec(DATA), world)
     trainer.fit(source(PARTIAL_END, world.rank), None, Hooks())
-    left = trainer._model.layers[1](np.ones((4, 16)), training=True)
-    return trainer._model.get_weights(), keras.ops.convert_to_numpy(left)
+    output = trainer._model.layers[1](np.ones((4, 16)), training=True)
+    return trainer._model.get_weights(), keras.ops.convert_to_numpy(output)
 
 
 @dataclass
-class Keeping(Hooks):
+class KeepingFiles(Hooks):
     kept: dict[str, bytes] = field(default_factory=dict)
 
     def keep_file(self, path):

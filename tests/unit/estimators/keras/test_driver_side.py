@@ -28,24 +28,24 @@ from tests.unit.estimators.arrays import schema, spec
 from tests.unit.estimators.keras.networks import DATA, WEIGHTED, network, parameters, rows
 
 
-def plan_with(callback, **more):
-    given = {"store": None, "loss": "mse", "feature_cols": ["x"], "label_cols": ["y"], **more}
-    return KerasEstimator(model=network(), checkpoint_callback=callback, **given)._checked_plan()
+def plan_with_callback(callback, **more):
+    params = {"store": None, "loss": "mse", "feature_cols": ["x"], "label_cols": ["y"], **more}
+    return KerasEstimator(model=network(), checkpoint_callback=callback, **params)._checked_plan()
 
 
 def test_the_checkpoint_callback_selects_the_trained_model():
     best = BestModelCheckpoint(monitor="val_accuracy")
-    assert plan_with(best, validation=0.1, metrics=["accuracy"]).checkpoints == Checkpoints(
+    assert plan_with_callback(best, validation=0.1, metrics=["accuracy"]).checkpoints == Checkpoints(
         best="val_accuracy", mode="max"
     )
     best = BestModelCheckpoint(monitor="mae")
-    assert plan_with(best, metrics=[keras.metrics.MeanAbsoluteError(name="mae")]).checkpoints.mode == "min"
+    assert plan_with_callback(best, metrics=[keras.metrics.MeanAbsoluteError(name="mae")]).checkpoints.mode == "min"
     best = BestModelCheckpoint(monitor="mine", mode="max")
-    assert plan_with(best).checkpoints == Checkpoints(best="mine", mode="max")
+    assert plan_with_callback(best).checkpoints == Checkpoints(best="mine", mode="max")
 
 
 def test_a_checkpoint_callback_may_monitor_the_validation_rows_of_files():
-    plan = plan_with(BestModelCheckpoint())
+    plan = plan_with_callback(BestModelCheckpoint())
     check_monitored_metrics(PLUGIN.monitors(plan.params), held_out=True)
     with pytest.raises(ParamError, match="checkpoint_callback monitors 'val_loss', but this fit has no valid"):
         check_monitored_metrics(PLUGIN.monitors(plan.params), held_out=False)
@@ -67,7 +67,7 @@ def test_a_checkpoint_callback_may_monitor_the_validation_rows_of_files():
 )
 def test_an_invalid_checkpoint_callback_is_rejected(callback, more, message):
     with pytest.raises(ParamError, match=message):
-        plan_with(callback, **more)
+        plan_with_callback(callback, **more)
 
 
 @keras.saving.register_keras_serializable("tests")
@@ -76,7 +76,7 @@ class Doubled(keras.layers.Layer):
         return values * 2
 
 
-def two_ended():
+def two_inputs_and_outputs():
     first, second = keras.Input((2,), name="first"), keras.Input((1,), name="second")
     joined = keras.layers.Concatenate()([Doubled()(first), second])
     return keras.Model(
@@ -94,15 +94,15 @@ def test_columns_are_matched_by_name_before_order():
     )
     params = parameters(
         data,
-        model=two_ended(),
+        model=two_inputs_and_outputs(),
         loss={"small": "mse", "large": keras.losses.SparseCategoricalCrossentropy(from_logits=True)},
         metrics={"small": ["mae"]},
     )
     assert PLUGIN.check(params, data, None) == [(3,), (1,)]
-    watching = EarlyStopping("val_small_mae")
-    PLUGIN.check({**params, "early_stopping": watching}, data, None)
+    stopping = EarlyStopping("val_small_mae")
+    PLUGIN.check({**params, "early_stopping": stopping}, data, None)
     with pytest.raises(ParamError, match="early_stopping monitors 'val_small_mae', but an epoch reports loss"):
-        PLUGIN.check({**params, "metrics": {"large": ["accuracy"]}, "early_stopping": watching}, data, None)
+        PLUGIN.check({**params, "metrics": {"large": ["accuracy"]}, "early_stopping": stopping}, data, None)
     printed = PLUGIN.mapping(params, data)
     assert "'first' is first as rows x [2]" in printed
     assert "'large' is large" in printed
@@ -122,16 +122,16 @@ def test_the_learning_rate_of_a_resumed_run_is_scaled_by_its_ranks():
     assert float(second._model.optimizer.learning_rate) == pytest.approx(0.02)
 
 
-class Unmade(keras.metrics.Mean):
+class WithoutName(keras.metrics.Mean):
     def __init__(self):
         super().__init__(name="mine")
 
 
-def fails(label, output):
+def failing_loss(label, output):
     raise KeyError("my bug")
 
 
-def carrying_states():
+def stateful_lstm():
     steps = keras.layers.Reshape((6, 1))
     return keras.Sequential([keras.Input(batch_shape=(2, 6)), steps, keras.layers.LSTM(3, stateful=True)])
 
@@ -181,9 +181,9 @@ def carrying_states():
         ({"metrics": ["acuracy"]}, ParamError, "metrics: Keras does not know 'acuracy'. Did you mean 'accuracy'"),
         ({"optimizer": "adm"}, ParamError, "optimizer: Keras does not know 'adm'. Did you mean 'adam'"),
         (
-            {"loss": fails},
+            {"loss": failing_loss},
             ModelOutputError,
-            r"(?s)raised KeyError: 'my bug' \(line \d+ of test_driver_side.py, in fails: ",
+            r"(?s)raised KeyError: 'my bug' \(line \d+ of test_driver_side.py, in failing_loss: ",
         ),
         (
             {"early_stopping": EarlyStopping("val_acc")},
@@ -197,12 +197,12 @@ def carrying_states():
             "scale_lr=True needs a constant learning rate",
         ),
         (
-            {"metrics": [Unmade()]},
+            {"metrics": [WithoutName()]},
             ParamError,
             "(?s)cannot be rebuilt: .*unexpected keyword argument 'name'.*base class",
         ),
         ({"optimizer": keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())}, ParamError, "mixed_bfloat16"),
-        ({"model": carrying_states()}, ParamError, "put a whole sequence into each row"),
+        ({"model": stateful_lstm()}, ParamError, "put a whole sequence into each row"),
         ({"callbacks": [keras.callbacks.BackupAndRestore("some")]}, ParamError, "with store and run_id, fit itself"),
     ],
 )
@@ -222,13 +222,13 @@ def test_a_loss_that_is_one_number_for_all_rows_takes_no_weights():
     PLUGIN.check(parameters(loss=mean_of_all_rows), DATA, None)
 
 
-def reading(*inputs):
+def model_with_inputs(*inputs):
     """Return a model with inputs of these names and dtypes; the tests never run it."""
     model_inputs = [keras.Input((1,), dtype=dtype, name=name) for name, dtype in inputs]
-    looked = [
+    looked_up = [
         keras.layers.StringLookup(vocabulary=["a"])(each) if each.dtype == "string" else each for each in model_inputs
     ]
-    return keras.Model(model_inputs, keras.layers.Dense(3)(keras.layers.Concatenate()(looked)))
+    return keras.Model(model_inputs, keras.layers.Dense(3)(keras.layers.Concatenate()(looked_up)))
 
 
 @pytest.mark.parametrize(
@@ -251,29 +251,32 @@ def test_text_columns_are_passed_only_to_string_inputs(inputs, dtypes, error, me
         x=("feature", first, (), "scalar"), z=("feature", second, (), "scalar"), y=("label", "int64", (), "scalar")
     )
     with pytest.raises(error, match=message):
-        PLUGIN.check(parameters(data, model=reading(*inputs)), data, None)
+        PLUGIN.check(parameters(data, model=model_with_inputs(*inputs)), data, None)
 
 
 def test_text_and_numbers_are_not_concatenated_and_labels_are_numbers():
     data = schema(
         x=("feature", "str", (), "scalar"), z=("feature", "float32", (), "scalar"), y=("label", "str", (), "scalar")
     )
-    model = OwnSteps()
+    model = WithUserStep()
     model(keras.ops.zeros((1, 6)))
     with pytest.raises(ParamError, match="'x' holds text, but the input 'input' takes numbers"):
         PLUGIN.check(parameters(data, model=model), data, None)
     for text in ("string", "str"):
         inputs = named_inputs("inputs", {"a": {"columns": ["x", "z"], "dtype": text}})
         with pytest.raises(ParamError, match="The input 'a' takes strings, but the column 'z' does not hold text"):
-            PLUGIN.check(parameters(data, model=reading(("a", "string")), inputs=inputs), data, None)
+            PLUGIN.check(parameters(data, model=model_with_inputs(("a", "string")), inputs=inputs), data, None)
     with pytest.raises(SchemaError, match="'y' has the type string, which cannot be a label"):
-        PLUGIN.check(parameters(data, model=reading(("x", "string"), ("z", "float32"))), data, None)
+        PLUGIN.check(parameters(data, model=model_with_inputs(("x", "string"), ("z", "float32"))), data, None)
 
 
 def test_outputs_in_a_dict_are_named_by_its_keys_and_returned_in_label_order(tmp_path):
-    given = keras.Input((1,), name="x")
-    ends = {"b": keras.layers.Rescaling(2.0, name="one")(given), "a": keras.layers.Rescaling(3.0, name="two")(given)}
-    model = keras.Model(given, ends)
+    inputs = keras.Input((1,), name="x")
+    outputs = {
+        "b": keras.layers.Rescaling(2.0, name="one")(inputs),
+        "a": keras.layers.Rescaling(3.0, name="two")(inputs),
+    }
+    model = keras.Model(inputs, outputs)
     labels = dict.fromkeys(("b", "a"), ("label", "float32", (), "scalar"))
     data = schema(x=("feature", "float32", (), "scalar"), **labels)
     params = parameters(data, model=model, optimizer="sgd", loss={"a": "mse", "b": "mae"}, metrics=None)
@@ -295,25 +298,29 @@ def test_a_loss_that_is_not_a_mean_over_the_rows_is_rejected():
 def test_a_metric_of_several_numbers_is_rejected():
     data = schema(x=("feature", "float32", (6,), "array"), y=("label", "float32", (3,), "array"))
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
-    given = parameters(data, model=model, loss="mse", metrics=[keras.metrics.F1Score()])
+    params = parameters(data, model=model, loss="mse", metrics=[keras.metrics.F1Score()])
     with pytest.raises(ParamError, match=r"'f1_score' returns an array of shape \[3\], .*average='macro'"):
-        PLUGIN.check(given, data, None)
+        PLUGIN.check(params, data, None)
 
 
 def test_a_multi_optimizer_is_rejected():
-    several = getattr(keras.optimizers, "MultiOptimizer", None)
-    if several is None:
+    multi_optimizer = getattr(keras.optimizers, "MultiOptimizer", None)
+    if multi_optimizer is None:
         pytest.skip("this Keras has no MultiOptimizer")
     data = schema(x=("feature", "float32", (6,), "array"), y=("label", "float32", (1,), "array"))
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
-    given = parameters(data, model=model, loss="mse", optimizer=several([(keras.optimizers.SGD(), model.layers)]))
+    params = parameters(
+        data, model=model, loss="mse", optimizer=multi_optimizer([(keras.optimizers.SGD(), model.layers)])
+    )
     with pytest.raises(ConfigError, match="MultiOptimizer cannot be distributed"):
-        PLUGIN.check(given, data, None)
+        PLUGIN.check(params, data, None)
 
 
 @pytest.mark.parametrize("optimizer", ["Adam", "sgd"])
 @pytest.mark.parametrize("loss", ["ce", "CrossEntropy", "mse", {"class_name": "Huber", "config": {"name": "mine"}}])
-@pytest.mark.parametrize("metrics", [["Acc", "mae"], ["sparse_categorical_accuracy", keras.metrics.Mean()], [fails]])
+@pytest.mark.parametrize(
+    "metrics", [["Acc", "mae"], ["sparse_categorical_accuracy", keras.metrics.Mean()], [failing_loss]]
+)
 def test_names_that_keras_knows_are_accepted(optimizer, loss, metrics):
     check_names(optimizer, {"y": loss}, metrics)
 
@@ -323,7 +330,7 @@ def test_short_names_of_losses_are_not_metrics():
         check_names("sgd", "ce", ["ce"])
 
 
-class OwnSteps(keras.Model):
+class WithUserStep(keras.Model):
     """A model whose user-defined step reports additional metrics."""
 
     def __init__(self, **settings):
@@ -338,13 +345,13 @@ class OwnSteps(keras.Model):
 
 
 def test_a_user_defined_step_may_report_any_metric():
-    model = OwnSteps()
+    model = WithUserStep()
     model(keras.ops.zeros((1, 6)))
-    watching = parameters(model=model, early_stopping=EarlyStopping("mine"))
-    assert PLUGIN.check(watching, DATA, None) == [(3,)]
+    params_with_stopping = parameters(model=model, early_stopping=EarlyStopping("mine"))
+    assert PLUGIN.check(params_with_stopping, DATA, None) == [(3,)]
 
 
-class Adversaries(OwnSteps):
+class WithOwnOptimizers(WithUserStep):
     """A model whose user-defined training step uses additional optimizers."""
 
     def __init__(self, **settings):
@@ -354,7 +361,7 @@ class Adversaries(OwnSteps):
 
 
 def test_optimizers_in_a_user_defined_step_are_rejected_if_ranks_would_diverge():
-    model = Adversaries()
+    model = WithOwnOptimizers()
     model(keras.ops.zeros((1, 6)))
     content = PLUGIN.pack(parameters(model=model))
     PLUGIN.trainer(content, spec(DATA), World(0, 1))
@@ -373,7 +380,7 @@ def test_a_fitted_model_starts_another_training_with_its_optimizer():
     assert int(trainer._model.optimizer.iterations) == 1
 
 
-class Several(keras.Model):
+class WithTwoOutputs(keras.Model):
     """A model that returns its outputs in one of the structures of Keras."""
 
     def __init__(self, form="tuple", **settings):
@@ -397,16 +404,16 @@ def test_the_outputs_of_a_subclass_have_the_names_and_order_of_the_labels(tmp_pa
     )
     loss = [keras.losses.SparseCategoricalCrossentropy(from_logits=True), "mse"]
 
-    def given(form, data=data, **more):
-        model = Several(form)
+    def params_of(form, data=data, **more):
+        model = WithTwoOutputs(form)
         model(keras.ops.zeros((1, 6)))
         return parameters(data, model=model, loss=loss, metrics=None, **more)
 
-    assert PLUGIN.check(given("tuple"), data, None) == [(3,), (1,)]
+    assert PLUGIN.check(params_of("tuple"), data, None) == [(3,), (1,)]
     with pytest.raises(ModelOutputError, match=r"returns a dict of outputs, but a list of outputs.*\['y', 'z'\]"):
-        PLUGIN.check(given("dict"), data, None)
+        PLUGIN.check(params_of("dict"), data, None)
     unlabelled = DataSchema(data.of("feature"))
-    PLUGIN.export(given("tuple", unlabelled), unlabelled, tmp_path)
+    PLUGIN.export(params_of("tuple", unlabelled), unlabelled, tmp_path)
     with pytest.raises(ModelOutputError, match=r"a list of outputs, but one output is expected.* with from_mod"):
         PLUGIN.predictor(tmp_path).predict({"x": np.zeros((2, 6))})
 
@@ -420,10 +427,10 @@ def test_a_class_number_without_an_output_is_rejected_with_the_valid_classes():
 
 def test_class_numbers_are_recognized_with_as_many_rows_as_classes():
     two = keras.Sequential([keras.Input((6,)), keras.layers.Dense(2, activation="softmax")])
-    given = parameters(model=two, loss="categorical_crossentropy", metrics=None)
+    params = parameters(model=two, loss="categorical_crossentropy", metrics=None)
     sample = {**rows(2), "y": np.array([0, 1])}
     with pytest.raises(ModelOutputError, match=r"class numbers need loss='sparse_categorical_crossentropy'"):
-        PLUGIN.check(given, DATA, sample)
+        PLUGIN.check(params, DATA, sample)
 
 
 def scale_class(factor, package=None):
@@ -434,7 +441,7 @@ def scale_class(factor, package=None):
     return Scale if package is None else keras.saving.register_keras_serializable(package)(Scale)
 
 
-def scaled_by(*classes):
+def model_with_layers(*classes):
     layers = [keras.Input((6,)), *(each() for each in classes), keras.layers.Dense(3, kernel_initializer="ones")]
     return keras.Sequential(layers)
 
@@ -442,9 +449,9 @@ def scaled_by(*classes):
 def test_two_classes_or_functions_with_the_same_name_are_rejected():
     two, three = scale_class(2.0), scale_class(3.0)
     with pytest.raises(ParamError, match=r"The name 'Scale' stands for two different classes, .*Rename one"):
-        PLUGIN.pack(parameters(model=scaled_by(two, three)))
+        PLUGIN.pack(parameters(model=model_with_layers(two, three)))
     with pytest.raises(ParamError, match="The name 'Scale' stands for two different classes"):
-        PLUGIN.pack(parameters(model=scaled_by(two), custom_objects={"Scale": three}))
+        PLUGIN.pack(parameters(model=model_with_layers(two), custom_objects={"Scale": three}))
     first, second = (lambda _: None), (lambda _: None)
     first.__name__ = second.__name__ = "squash"
     activated = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
@@ -455,7 +462,7 @@ def test_two_classes_or_functions_with_the_same_name_are_rejected():
 
 def test_classes_with_the_same_name_in_different_packages_stay_distinct_in_another_process(tmp_path):
     """Train, export and load in a process that has not registered the classes."""
-    model = scaled_by(scale_class(2.0, "two"), scale_class(3.0, "three"))
+    model = model_with_layers(scale_class(2.0, "two"), scale_class(3.0, "three"))
     (tmp_path / "payload").write_bytes(PLUGIN.pack(parameters(model=model)))
     done = run_script([sys.executable, "-c", _EXPORT_TWICE], tmp_path, 120.0)
     assert done.returncode == 0, done.stderr
@@ -483,21 +490,21 @@ trainer.export(folder / "again")
 """
 
 
-def own_loss(labels, outputs):
+def user_loss(labels, outputs):
     return keras.ops.mean(keras.ops.square(outputs - keras.ops.cast(labels, outputs.dtype)[:, None]), axis=-1)
 
 
-def own_metric(labels, outputs):
+def user_metric(labels, outputs):
     return keras.ops.mean(outputs, axis=-1) + 0 * keras.ops.cast(labels, outputs.dtype)
 
 
 def test_a_model_with_a_user_defined_loss_and_metric_is_returned_compiled(tmp_path):
-    trainer = PLUGIN.trainer(PLUGIN.pack(parameters(loss=own_loss, metrics=[own_metric])), spec(DATA), World())
+    trainer = PLUGIN.trainer(PLUGIN.pack(parameters(loss=user_loss, metrics=[user_metric])), spec(DATA), World())
     trainer._model.optimizer.build(trainer._model.trainable_variables)
     trainer.export(tmp_path)
-    given = rows(4)
-    evaluated = artifact.load_model(tmp_path, compiled=True).evaluate(given["x"], given["y"], return_dict=True)
-    assert set(evaluated) == {"loss", "own_metric"}
+    columns = rows(4)
+    evaluated = artifact.load_model(tmp_path, compiled=True).evaluate(columns["x"], columns["y"], return_dict=True)
+    assert set(evaluated) == {"loss", "user_metric"}
 
 
 def test_layers_that_normalize_by_the_batch_of_a_rank_are_found_even_within_nested_models():
@@ -537,7 +544,7 @@ def test_metrics_that_keras_cannot_rebuild_are_rejected_before_the_start():
         PLUGIN.pack(parameters(metrics=[metric]))
 
 
-class Checked(keras.Model):
+class RejectsZero(keras.Model):
     """Accepts only ids from 1."""
 
     def __init__(self, **settings):
@@ -558,7 +565,7 @@ IDS = schema(x=("feature", "int64", (2,), "array"), y=("label", "int64", (), "sc
 )
 def test_models_that_reject_zeros_are_checked_with_real_rows(kind, message):
     if kind == "checked":
-        model = Checked()
+        model = RejectsZero()
         model(np.ones((1, 2), np.int64))
     else:
         ids = keras.Input((2,), dtype="int32")
@@ -609,12 +616,12 @@ def test_a_run_is_not_resumed_with_an_optimizer_that_has_other_variables(before,
         trainer(**now).restore(trainer(**before).state())
 
 
-def of_type(dtype):
+def model_of_dtype(dtype):
     return keras.Sequential([keras.Input((6,)), keras.layers.Dense(3, dtype=dtype)])
 
 
 def test_a_run_is_not_resumed_with_weights_of_another_type():
-    before, now = (PLUGIN.facts(parameters(model=of_type(dtype))) for dtype in ("float32", "float64"))
+    before, now = (PLUGIN.facts(parameters(model=model_of_dtype(dtype))) for dtype in ("float32", "float64"))
     check_resumable("run", "url", before, before)
     with pytest.raises(
         ParamError, match=r"its weight '0: .*kernel' has elements of type float32, but this .* has float64"

@@ -1,4 +1,4 @@
-"""Losses, masks, weights and metrics with Keras: two ranks give the values over all their rows."""
+"""Losses, masks, weights and metrics with Keras: two ranks compute the values of all their rows."""
 
 from __future__ import annotations
 
@@ -23,42 +23,42 @@ from tests.unit.estimators.keras.networks import (
     EMPTY_WITHIN,
     PARTIAL_END,
     SEQUENCES,
-    TWO_ENDED,
+    TWO_LABELS,
     WEIGHTED,
     WEIGHTED_SEQUENCES,
-    Keeping,
-    both,
+    KeepingFiles,
     built,
-    lose_a_rank,
-    masking,
+    masked_network,
     network,
+    normalized_with_two_outputs,
     parameters,
-    prepared,
+    raise_lost_rank,
     rows,
+    rows_with_two_labels,
     sequences,
     source,
-    two_ended_rows,
+    two_losses,
 )
 
 
-def ignoring():
+def loss_ignoring_a_class():
     return keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=0)
 
 
-def parts_of(kind, count):
+def model_loss_and_rows(kind, count):
     """Return the model, its loss, the columns and the rows."""
     if kind == "masked":
-        return masking(), "mse", SEQUENCES, sequences(count)
+        return masked_network(), "mse", SEQUENCES, sequences(count)
     if kind == "masked and weighted":
-        return masking(), "mse", WEIGHTED_SEQUENCES, sequences(count)
-    return network(), ignoring(), WEIGHTED if kind == "weighted" else DATA, rows(count)
+        return masked_network(), "mse", WEIGHTED_SEQUENCES, sequences(count)
+    return network(), loss_ignoring_a_class(), WEIGHTED if kind == "weighted" else DATA, rows(count)
 
 
 def train_with_ignored_values(kind, sizes):
-    model, loss, data, made = parts_of(kind, sum(map(sum, sizes)))
+    model, loss, data, all_rows = model_loss_and_rows(kind, sum(map(sum, sizes)))
     params = parameters(data, model=model, loss=loss, optimizer=keras.optimizers.SGD(0.1), metrics=None)
     trainer = PLUGIN.trainer(PLUGIN.pack(params), spec(data, epochs=2), session.current().world)
-    own = partition_rows({name: made[name] for name in data.names()}, sizes, session.current().world.rank, data)
+    own = partition_rows({name: all_rows[name] for name in data.names()}, sizes, session.current().world.rank, data)
     trainer.fit(own, own, hooks := Hooks())
     record = average_over_ranks(hooks.reports[-1], session.current())
     return trainer._model.get_weights(), record.train["loss"], record.validation["loss"]
@@ -69,19 +69,19 @@ def test_losses_with_masks_divide_by_the_unmasked_values_of_all_ranks(group, kin
     """One rank has no rows in one step, and only masked rows in another; check training and validation."""
     sizes = [*PARTIAL_END[:3], (4, 4), (3, 1), (2, 0)]
     (mine, loss, validation), (other, _, _) = group.run(train_with_ignored_values, kind, sizes)
-    model, plain_loss, _, made = parts_of(kind, sum(map(sum, sizes)))
+    model, plain_loss, _, all_rows = model_loss_and_rows(kind, sum(map(sum, sizes)))
     model.compile(optimizer=keras.optimizers.SGD(0.1), loss=plain_loss)
 
     def weighted(part):
         """Return one weight per row; for sequences, in the shape that plain Keras applies to all time steps."""
-        weights = {"weighted": made.get("w"), "masked and weighted": made["w"][:, None]}.get(kind)
+        weights = {"weighted": all_rows.get("w"), "masked and weighted": all_rows["w"][:, None]}.get(kind)
         return None if weights is None else weights[part]
 
     def mean(step):
         """Return the mean of the batches' losses, weighted by their rows."""
         ends = np.cumsum([sum(size) for size in sizes])
         parts = [slice(end - sum(size), end) for end, size in zip(ends, sizes, strict=True)]
-        losses = [float(step(made["x"][part], made["y"][part], weighted(part))) for part in parts]
+        losses = [float(step(all_rows["x"][part], all_rows["y"][part], weighted(part))) for part in parts]
         return sum(each * sum(size) for each, size in zip(losses, sizes, strict=True)) / ends[-1]
 
     trained = [mean(model.train_on_batch) for _ in range(2)][-1]
@@ -105,7 +105,7 @@ def train_with_a_loss_per_value(outputs):
     columns = {"x": ("feature", "float64", (2,), "array"), "y": ("label", "float64", (outputs,), "array")}
     data = schema(**columns, w=("weight", "float64", (), "scalar"))
     random, count = np.random.default_rng(4), 16
-    made = {
+    all_rows = {
         "x": random.normal(size=(count, 2)),
         "y": random.normal(size=(count, outputs)),
         "w": random.uniform(size=count),
@@ -113,17 +113,17 @@ def train_with_a_loss_per_value(outputs):
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(outputs, kernel_initializer="zeros")])
     params = parameters(data, model=model, loss=squares, optimizer=keras.optimizers.SGD(0.1), metrics=None)
     trainer = PLUGIN.trainer(PLUGIN.pack(params), spec(data, epochs=1), session.current().world)
-    own = partition_rows(made, [(4, 4), (4, 4)], session.current().world.rank, data)
+    own = partition_rows(all_rows, [(4, 4), (4, 4)], session.current().world.rank, data)
     trainer.fit(own, None, Hooks())
-    return trainer._model.get_weights(), made
+    return trainer._model.get_weights(), all_rows
 
 
 @pytest.mark.parametrize("outputs", [3, 4])  # with 4, the number of rows of a rank, a wrong alignment raises no error
 def test_the_weight_of_a_row_applies_to_all_its_values_if_the_loss_does_not_average_them(group, outputs):
-    (mine, made), _ = group.run(train_with_a_loss_per_value, outputs)
+    (mine, all_rows), _ = group.run(train_with_a_loss_per_value, outputs)
     kernel, bias = np.zeros((2, outputs)), np.zeros(outputs)
     for part in (slice(0, 8), slice(8, 16)):
-        x, y, w = (made[name][part] for name in ("x", "y", "w"))
+        x, y, w = (all_rows[name][part] for name in ("x", "y", "w"))
         slope = 2 * (x @ kernel + bias - y) * w[:, None] / y.size
         kernel, bias = kernel - 0.1 * x.T @ slope, bias - 0.1 * slope.sum(axis=0)
     np.testing.assert_allclose(mine[0], kernel, rtol=1e-4, atol=1e-6)
@@ -131,13 +131,13 @@ def test_the_weight_of_a_row_applies_to_all_its_values_if_the_loss_does_not_aver
 
 
 def count_calls_of_a_loss_for_sequences(weighted):
-    model, loss = masking(), squares
+    model, loss = masked_network(), squares
     model.compile(optimizer="sgd", loss=loss, run_eagerly=True)
     divide_over_ranks(model, CurrentBatch())
-    made = sequences(4)
-    model.train_on_batch(made["x"], made["y"])  # builds the loss
+    all_rows = sequences(4)
+    model.train_on_batch(all_rows["x"], all_rows["y"])  # builds the loss
     CALLS.clear()
-    model.train_on_batch(made["x"], made["y"], made["w"] if weighted else None)
+    model.train_on_batch(all_rows["x"], all_rows["y"], all_rows["w"] if weighted else None)
     return len(CALLS)
 
 
@@ -147,14 +147,14 @@ def test_weights_of_rows_cost_no_second_computation_of_the_loss():
     )
 
 
-def test_a_rank_that_is_lost_in_the_exchange_for_a_mask_is_an_error_that_an_elastic_fit_recovers_from(monkeypatch):
-    model, current = masking(), CurrentBatch()
+def test_an_elastic_fit_can_recover_from_a_rank_that_is_lost_in_the_exchange_for_a_mask(monkeypatch):
+    model, current = masked_network(), CurrentBatch()
     model.compile(optimizer="sgd", loss="mse")
-    monkeypatch.setattr(current, "factor", lose_a_rank)
+    monkeypatch.setattr(current, "factor", raise_lost_rank)
     divide_over_ranks(model, current)
-    made = sequences(4)
+    all_rows = sequences(4)
     with pytest.raises(HorovodInternalError, match="rank 1 was lost"), own_failures():
-        model.train_on_batch(made["x"], made["y"])
+        model.train_on_batch(all_rows["x"], all_rows["y"])
 
 
 class RowsSoFar(keras.metrics.Metric):
@@ -233,8 +233,8 @@ def two_class_rows(count):
 
 def train_with_metrics_without_means(sizes):
     rank, count = session.current().world.rank, sum(map(sum, sizes))
-    given = parameters(BINARY, model=two_classes(), loss="binary_crossentropy", metrics=metrics_without_means())
-    trainer = PLUGIN.trainer(PLUGIN.pack(given), spec(BINARY, epochs=2), session.current().world)
+    params = parameters(BINARY, model=two_classes(), loss="binary_crossentropy", metrics=metrics_without_means())
+    trainer = PLUGIN.trainer(PLUGIN.pack(params), spec(BINARY, epochs=2), session.current().world)
     hooks = Hooks()
     trainer.fit(*(partition_rows(two_class_rows(count), sizes, rank, BINARY) for _ in range(2)), hooks)
     return [average_over_ranks(report, session.current()) for report in hooks.reports]
@@ -249,21 +249,23 @@ def test_metrics_that_are_not_means_cover_all_rows(group, sizes):
     past = model.fit(**data, batch_size=8, epochs=2, validation_data=tuple(data.values()), shuffle=False, verbose=0)
     for epoch, record in enumerate(records):
         for sign, metrics in (("", record.train), ("val_", record.validation)):
-            wanted = {
+            expected = {
                 name: np.asarray(past.history[sign + name][epoch]).item() for name in metrics if name != "largest"
             }
             assert {name: value for name, value in metrics.items() if name != "largest"} == pytest.approx(
-                wanted, rel=1e-3
+                expected, rel=1e-3
             )
             assert 0.5 < metrics["largest"] < float(past.history[f"{sign}largest"][epoch]) + 1e-6
 
 
 def evaluate_two_losses(sizes):
     world, plain = session.current().world, source(sizes, session.current().world.rank, WEIGHTED)
-    still = keras.optimizers.SGD(0.0)
-    given = parameters(TWO_ENDED, model=prepared(), loss=both(), optimizer=still, metrics=None)
-    trainer = PLUGIN.trainer(PLUGIN.pack(given), spec(TWO_ENDED, epochs=1), world)
-    own = ArraySource(TWO_ENDED, two_ended_rows(plain.rows()), plain.mine, plain.everyones)
+    no_training = keras.optimizers.SGD(0.0)
+    params = parameters(
+        TWO_LABELS, model=normalized_with_two_outputs(), loss=two_losses(), optimizer=no_training, metrics=None
+    )
+    trainer = PLUGIN.trainer(PLUGIN.pack(params), spec(TWO_LABELS, epochs=1), world)
+    own = ArraySource(TWO_LABELS, rows_with_two_labels(plain.rows()), plain.mine, plain.everyones)
     trainer.fit(own, own, hooks := Hooks())
     record = average_over_ranks(hooks.reports[-1], session.current())
     names = ("sparse_categorical_crossentropy_loss", "mse_loss")
@@ -273,17 +275,17 @@ def evaluate_two_losses(sizes):
 @pytest.mark.parametrize("sizes", [[(4, 1)], [*PARTIAL_END[:2], (5, 2)], [(4, 4), (3, 0)]])
 def test_the_loss_of_every_output_is_a_mean_over_the_rows_of_all_ranks(group, sizes):
     (trained, tested), others = group.run(evaluate_two_losses, sizes)
-    model, data = prepared(), two_ended_rows(sum(map(sum, sizes)))
+    model, data = normalized_with_two_outputs(), rows_with_two_labels(sum(map(sum, sizes)))
     kinds, sums = model(data["x"])
-    wanted = [
+    expected = [
         float((keras.ops.convert_to_numpy(losses).reshape(-1) * data["w"]).mean())
         for losses in (
             keras.losses.sparse_categorical_crossentropy(data["y"], kinds, from_logits=True),
             keras.losses.mean_squared_error(data["z"][:, None], sums),
         )
     ]
-    assert trained == pytest.approx(wanted, rel=1e-4)
-    assert tested == pytest.approx(wanted, rel=1e-4)
+    assert trained == pytest.approx(expected, rel=1e-4)
+    assert tested == pytest.approx(expected, rel=1e-4)
     assert others == [trained, tested]
 
 
@@ -311,8 +313,8 @@ class Ranking(keras.Model):
 
 def report_ranking(sizes):
     world, hooks = session.current().world, Hooks()
-    given = parameters(model=built(Ranking), metrics=None, loss="mse", optimizer=keras.optimizers.SGD(0.1))
-    trainer = PLUGIN.trainer(PLUGIN.pack(given), spec(DATA), world)
+    params = parameters(model=built(Ranking), metrics=None, loss="mse", optimizer=keras.optimizers.SGD(0.1))
+    trainer = PLUGIN.trainer(PLUGIN.pack(params), spec(DATA), world)
     trainer.fit(source(sizes, world.rank), source(sizes, world.rank), hooks)
     record = average_over_ranks(hooks.reports[-1], session.current())
     return record.train["auc"], record.validation["auc"]
@@ -321,13 +323,13 @@ def report_ranking(sizes):
 @pytest.mark.parametrize("sizes", [PARTIAL_END, EMPTY_END], ids=["fewer rows at the end", "a rank without rows"])
 def test_metrics_cover_all_rows_even_beside_other_values_of_a_user_defined_step(group, sizes):
     model, data = built(Ranking), rows(sum(map(sum, sizes)))
-    wanted = keras.metrics.AUC()
-    wanted.update_state(np.minimum(data["y"], 1)[:, None], model(data["x"].astype(np.float32)))
-    for found in group.run(report_ranking, sizes):
-        assert found == pytest.approx([float(wanted.result())] * 2, rel=1e-5)
+    expected = keras.metrics.AUC()
+    expected.update_state(np.minimum(data["y"], 1)[:, None], model(data["x"].astype(np.float32)))
+    for reported in group.run(report_ranking, sizes):
+        assert reported == pytest.approx([float(expected.result())] * 2, rel=1e-5)
 
 
-class Counting(keras.layers.Layer):
+class CountsRows(keras.layers.Layer):
     """Counts the training rows."""
 
     def build(self, shape):
@@ -339,7 +341,7 @@ class Counting(keras.layers.Layer):
         return values
 
 
-class Equal(Hooks):
+class KeepsStateWithinEpoch(Hooks):
     """Keeps the state that a checkpoint within the epoch would contain."""
 
     def on_step_end(self, report, trainer):
@@ -352,7 +354,7 @@ class Equal(Hooks):
 def train_with_own_statistics(sizes, folder):
     """Return the states within an epoch and at its end, and the validation losses in training and after export."""
     start, rank = network(), session.current().world.rank
-    layers = [keras.layers.BatchNormalization(momentum=0.8), Counting()]
+    layers = [keras.layers.BatchNormalization(momentum=0.8), CountsRows()]
     model = keras.Sequential([keras.Input((6,)), *layers, *start.layers])
     saved = keras.callbacks.ModelCheckpoint("within.keras", save_freq=3)
     packed = PLUGIN.pack(parameters(model=model, optimizer="sgd", checkpoint_callback=saved))
@@ -361,7 +363,7 @@ def train_with_own_statistics(sizes, folder):
     train.columns["x"] += 3 * rank  # the ranks' rows differ, like those of sorted files
     validation = source(sizes, rank)
     validation.columns["x"] = train.columns["x"]
-    hooks = type("Kept", (Equal, Keeping), {})()
+    hooks = type("Kept", (KeepsStateWithinEpoch, KeepingFiles), {})()
     trainer.fit(train, validation, hooks)
     record = average_over_ranks(hooks.reports[-1], session.current())
     own = Path(folder, str(rank))

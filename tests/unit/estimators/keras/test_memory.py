@@ -16,21 +16,21 @@ from sparkhvd.estimators.keras.dataset import BatchDataset
 from sparkhvd.estimators.keras.divisors import CurrentBatch
 from sparkhvd.estimators.keras.plugin import PLUGIN
 from tests.unit.estimators.arrays import ArraySource, Hooks, partition_rows, spec
-from tests.unit.estimators.keras.networks import SEQUENCES, lose_a_rank, masking, parameters, sequences
+from tests.unit.estimators.keras.networks import SEQUENCES, masked_network, parameters, raise_lost_rank, sequences
 
 
 def fit_once(*, completes):
     """Return weak references to the objects of a fit, by name."""
     world = session.current().world
-    given = parameters(SEQUENCES, model=masking(), loss="mse", metrics=None)
-    how = spec(SEQUENCES, epochs=2, backward_passes_per_step=2)
-    trainer = PLUGIN.trainer(PLUGIN.pack(given), how, world)
+    params = parameters(SEQUENCES, model=masked_network(), loss="mse", metrics=None)
+    train_spec = spec(SEQUENCES, epochs=2, backward_passes_per_step=2)
+    trainer = PLUGIN.trainer(PLUGIN.pack(params), train_spec, world)
     train, validation = (partition_rows(sequences(16), [(4, 4)] * 2, world.rank, SEQUENCES) for _ in range(2))
     if completes:
         trainer.fit(train, validation, Hooks())
     else:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(CurrentBatch, "factor", lose_a_rank)
+            patch.setattr(CurrentBatch, "factor", raise_lost_rank)
             with pytest.raises(HorovodInternalError, match="rank 1 was lost"):
                 trainer.fit(train, validation, Hooks())
     optimizer = trainer._model.optimizer
@@ -62,11 +62,11 @@ class Waiting(ArraySource):
         yield
 
 
-def closed_while_reading():
+def error_of_a_reader_at_close():
     source = Waiting(SEQUENCES, sequences(8), [list(range(8))], [8])
     source.reads = threading.Event()
-    given = parameters(SEQUENCES, model=masking(), loss="mse", metrics=None)
-    package = PLUGIN.trainer(PLUGIN.pack(given), spec(SEQUENCES), session.current().world)._package
+    params = parameters(SEQUENCES, model=masked_network(), loss="mse", metrics=None)
+    package = PLUGIN.trainer(PLUGIN.pack(params), spec(SEQUENCES), session.current().world)._package
     data = BatchDataset(source, package.inputs, package.outputs)
     with ThreadPoolExecutor(1) as reader:
         batch = reader.submit(data.__getitem__, 0)
@@ -76,4 +76,4 @@ def closed_while_reading():
 
 
 def test_close_ends_the_wait_of_another_thread_for_rows(group):
-    assert group.run(closed_while_reading) == ["StoppedError"] * 2
+    assert group.run(error_of_a_reader_at_close) == ["StoppedError"] * 2

@@ -11,7 +11,7 @@ from tests.unit.estimators.arrays import Hooks, spec
 from tests.unit.estimators.keras.networks import DATA
 
 
-def drawn(rank: int, hooks: Hooks, epoch: int = 1) -> dict[str, list[float]]:
+def draw_numbers(rank: int, hooks: Hooks, epoch: int = 1) -> dict[str, list[float]]:
     """Return random numbers from the beginning of an epoch and from its first batch, by generator."""
     from sparkhvd.estimators.keras.randomness import RandomStates  # noqa: PLC0415
 
@@ -28,21 +28,21 @@ def drawn(rank: int, hooks: Hooks, epoch: int = 1) -> dict[str, list[float]]:
 
 
 def test_ranks_that_resume_an_epoch_of_others_do_not_draw_their_numbers_again(group):
-    whole, again, later = zip(*group.run(of_three_epochs), strict=True)
+    whole, again, later = zip(*group.run(numbers_of_three_epochs), strict=True)
     assert whole[0]["begin"] == again[0]["begin"] == later[1]["begin"], "callbacks may set rates with them"
     for one in (whole, again, later):
         assert one[0]["common"] == one[1]["common"]
         assert set(one[0]["own"]).isdisjoint(one[1]["own"])
-    found = [draws for one in (whole, again, later) for draws in (one[0]["common"], one[0]["own"], one[1]["own"])]
-    assert len({number for draws in found for number in draws}) == sum(map(len, found))
+    all_draws = [draws for one in (whole, again, later) for draws in (one[0]["common"], one[0]["own"], one[1]["own"])]
+    assert len({number for draws in all_draws for number in draws}) == sum(map(len, all_draws))
 
 
-def of_three_epochs() -> list[dict[str, list[float]]]:
+def numbers_of_three_epochs() -> list[dict[str, list[float]]]:
     """Return the numbers of this rank in a whole epoch, and in the rest of an epoch after 3 and after 4 steps."""
     from sparkhvd.comm import session  # noqa: PLC0415
 
     rank = session.current().world.rank
-    return [drawn(rank, Hooks(first_epoch=1, steps_done=steps)) for steps in (0, 3, 4)]
+    return [draw_numbers(rank, Hooks(first_epoch=1, steps_done=steps)) for steps in (0, 3, 4)]
 
 
 def test_ranks_that_resume_their_own_epoch_continue_with_their_numbers(group):

@@ -1,4 +1,4 @@
-"""Interrupted and resumed training with Keras, and callbacks that stop, keep and export."""
+"""Interrupted and resumed training with Keras, and callbacks that end the training or save the model."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from tests.unit.estimators.keras.networks import (
     EMPTY_WITHIN,
     EVEN,
     PARTIAL_END,
-    Keeping,
+    KeepingFiles,
     TwoOptimizers,
     buffers,
     built,
-    dropping,
     network,
-    noisy,
+    network_with_dropout,
+    network_with_noise,
     parameters,
     rows,
     source,
@@ -42,7 +42,7 @@ from tests.unit.estimators.keras.networks import (
 
 class TwoWithMomentum(TwoOptimizers):
     @staticmethod
-    def another():
+    def make_other_optimizer():
         return hvd.DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.9))
 
 
@@ -53,7 +53,7 @@ class StopOn(keras.callbacks.Callback):
         self.model.stop_training = batch == 2 and session.current().world.rank == 1
 
 
-class Together(Hooks):
+class EndTogether(Hooks):
     """Ends the training on all ranks when one rank stops, like an estimator's hooks."""
 
     def on_epoch_end(self, report, trainer):
@@ -62,7 +62,7 @@ class Together(Hooks):
 
 def stop_on_one_rank():
     packed = PLUGIN.pack(parameters(callbacks=[StopOn()]))
-    trainer, hooks = PLUGIN.trainer(packed, spec(DATA, epochs=3), session.current().world), Together()
+    trainer, hooks = PLUGIN.trainer(packed, spec(DATA, epochs=3), session.current().world), EndTogether()
     trainer.fit(source(EVEN, session.current().world.rank), None, hooks)
     return len(hooks.steps)
 
@@ -71,11 +71,11 @@ def test_a_callback_that_stops_one_rank_within_an_epoch_ends_the_training_of_all
     assert group.run(stop_on_one_rank) == [10, 10]
 
 
-def averaging():
+def sgd_with_averages():
     return keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.7)
 
 
-def swapping():
+def swap_averages():
     return keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
 
 
@@ -96,10 +96,10 @@ def in_bfloat16():
     return keras.Sequential([keras.Input((6,)), *layers])
 
 
-MODELS = {"bfloat16": in_bfloat16, "global generators": noisy, "buffers": with_torch_statistics}
+MODELS = {"bfloat16": in_bfloat16, "global generators": network_with_noise, "buffers": with_torch_statistics}
 
 
-class Rising(keras.callbacks.Callback):
+class RaiseLoss(keras.callbacks.Callback):
     """Raises the loss that other callbacks see, from the second epoch on."""
 
     def on_epoch_end(self, epoch, logs=None):
@@ -107,7 +107,7 @@ class Rising(keras.callbacks.Callback):
 
 
 class FreezeAtFirst(keras.callbacks.Callback):
-    """Stops the training of the first layer before its first step, which a graph of TensorFlow is traced from."""
+    """Freezes the first layer before the first step, from which TensorFlow traces its graph."""
 
     def on_epoch_begin(self, epoch, logs=None):
         if epoch == 0:
@@ -115,7 +115,7 @@ class FreezeAtFirst(keras.callbacks.Callback):
 
 
 class Freeze(keras.callbacks.Callback):
-    """Stops the training of the first layer after the first epoch; a graph of TensorFlow does not notice."""
+    """Freezes the first layer after the first epoch; a graph of TensorFlow does not notice."""
 
     def on_epoch_end(self, epoch, logs=None):
         self.model.layers[0].trainable = False
@@ -163,16 +163,16 @@ CALLBACKS = {
     "frozen": [Freeze],
     "frozen anew": [FreezeAnew],
     "scheduled": [partial(keras.callbacks.LearningRateScheduler, halved)],
-    "plateau": [Rising, partial(keras.callbacks.ReduceLROnPlateau, **WATCHED, patience=1, factor=0.1)],
+    "plateau": [RaiseLoss, partial(keras.callbacks.ReduceLROnPlateau, **WATCHED, patience=1, factor=0.1)],
     "best weights": [
-        Rising,
+        RaiseLoss,
         partial(keras.callbacks.EarlyStopping, **WATCHED, patience=2, restore_best_weights=True),
     ],
 }
 
 
 def best_weights():
-    return [Rising(), keras.callbacks.EarlyStopping(**WATCHED, patience=2, restore_best_weights=True)]
+    return [RaiseLoss(), keras.callbacks.EarlyStopping(**WATCHED, patience=2, restore_best_weights=True)]
 
 
 def train_averages(folder, make_callbacks):
@@ -188,7 +188,7 @@ def train_averages(folder, make_callbacks):
             return super().on_epoch_end(report, trainer)
 
     def run(name, hooks, state=None):
-        packed = PLUGIN.pack(parameters(optimizer=averaging(), callbacks=make_callbacks()))
+        packed = PLUGIN.pack(parameters(optimizer=sgd_with_averages(), callbacks=make_callbacks()))
         trainer = PLUGIN.trainer(packed, spec(DATA, epochs=3), session.current().world)
         if state is not None:
             trainer.restore(state)
@@ -208,12 +208,12 @@ def train_averages(folder, make_callbacks):
 
 
 @pytest.mark.parametrize("make_callbacks", [list, best_weights])
-def test_the_exported_model_is_that_of_keras_also_if_the_training_was_interrupted_at_its_end(
+def test_the_exported_model_equals_that_of_keras_even_if_the_training_was_interrupted_at_its_end(
     group, tmp_path, make_callbacks
 ):
     (trained, *exported), _ = group.run(train_averages, str(tmp_path), make_callbacks)
     model, data = network(), rows(80)
-    model.compile(optimizer=averaging(), loss=parameters()["loss"])
+    model.compile(optimizer=sgd_with_averages(), loss=parameters()["loss"])
     model.fit(data["x"], data["y"], 8, 3, shuffle=False, verbose=0, callbacks=make_callbacks())
     for weights in exported:
         for raw, one, plain in zip(trained, weights, model.get_weights(), strict=True):
@@ -221,12 +221,12 @@ def test_the_exported_model_is_that_of_keras_also_if_the_training_was_interrupte
             assert not np.allclose(raw, plain, rtol=1e-3)
 
 
-def resumable(kind):
+def resumable_parameters(kind):
     """Return parameters that have a state between two epochs of ten batches."""
     if kind == "accumulated":  # the last batch of an epoch is the first batch of a step
         return {"optimizer": keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=3)}
     if kind == "swapped":
-        return {"optimizer": averaging(), "callbacks": [swapping()]}
+        return {"optimizer": sgd_with_averages(), "callbacks": [swap_averages()]}
     if kind == "two optimizers":
         return {"model": built(TwoWithMomentum), "optimizer": keras.optimizers.SGD(0.1), "loss": "mse", "metrics": None}
     if kind in MODELS:
@@ -248,7 +248,7 @@ def continue_from_state(kind):
     world = session.current().world
 
     def make():
-        return PLUGIN.trainer(PLUGIN.pack(parameters(**resumable(kind))), spec(DATA, epochs=3), world)
+        return PLUGIN.trainer(PLUGIN.pack(parameters(**resumable_parameters(kind))), spec(DATA, epochs=3), world)
 
     undisturbed, hooks = make(), KeepFirstEpoch()
     undisturbed.fit(source(PARTIAL_END, world.rank), None, hooks)
@@ -275,7 +275,9 @@ def extend(kind):
     world = session.current().world
 
     def trained(epochs, hooks, state=None):
-        trainer = PLUGIN.trainer(PLUGIN.pack(parameters(**resumable(kind))), spec(DATA, epochs=epochs), world)
+        trainer = PLUGIN.trainer(
+            PLUGIN.pack(parameters(**resumable_parameters(kind))), spec(DATA, epochs=epochs), world
+        )
         if state is not None:
             trainer.restore(state)
         trainer.fit(source(EVEN, world.rank), None, hooks)
@@ -294,7 +296,7 @@ def test_a_training_extended_by_epochs_equals_one_that_had_them_from_the_start(g
 
 def export_while_swapped(folder):
     """Train two epochs, export the first one as the best, and return its weights in the view of callbacks."""
-    packed = PLUGIN.pack(parameters(**resumable("swapped")))
+    packed = PLUGIN.pack(parameters(**resumable_parameters("swapped")))
     trainer = PLUGIN.trainer(packed, spec(DATA, epochs=2), session.current().world)
     kept = []
 
@@ -316,23 +318,23 @@ def export_while_swapped(folder):
 
 def test_the_best_epoch_is_exported_with_the_averaged_weights_that_its_callbacks_saw(group, tmp_path):
     (seen, exported, averages), _ = group.run(export_while_swapped, str(tmp_path))
-    for wanted, one, two in zip(seen, exported, averages, strict=True):
-        np.testing.assert_array_equal(one, wanted)
-        np.testing.assert_array_equal(two, wanted)
+    for expected, one, two in zip(seen, exported, averages, strict=True):
+        np.testing.assert_array_equal(one, expected)
+        np.testing.assert_array_equal(two, expected)
 
 
 class Rates(keras.callbacks.Callback):
     """Records the learning rate of every batch."""
 
     def on_train_begin(self, logs=None):
-        self.noted = getattr(self, "noted", [])
+        self.recorded = getattr(self, "recorded", [])
 
     def on_train_batch_end(self, batch, logs=None):
-        self.noted.append(float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate)))
+        self.recorded.append(float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate)))
 
 
 @dataclass
-class Begun(ArraySource):
+class RestOfSecondEpoch(ArraySource):
     """Delivers the rest of the second epoch, as if other ranks had begun it."""
 
     def epoch(self, number, first_step=0, stop=None):
@@ -345,14 +347,14 @@ def rates_within_an_epoch():
     rank, rates = session.current().world.rank, []
     for hooks in (Hooks(), Hooks(first_epoch=1, first_epoch_batches=6)):
         whole = source(EVEN, rank)
-        rows_left = Begun(whole.schema, whole.columns, whole.mine, whole.everyones)
+        rows_left = RestOfSecondEpoch(whole.schema, whole.columns, whole.mine, whole.everyones)
         callbacks = [hvd.callbacks.LearningRateWarmupCallback(0.02, warmup_epochs=3), Rates()]
         trainer = PLUGIN.trainer(
             PLUGIN.pack(parameters(callbacks=callbacks)), spec(DATA, epochs=3), session.current().world
         )
         trainer.fit(rows_left if hooks.first_epoch else whole, None, hooks)
         assert len(hooks.reports) == 3 - hooks.first_epoch
-        rates.append(trainer._package.callbacks[1].noted)
+        rates.append(trainer._package.callbacks[1].recorded)
     return rates
 
 
@@ -365,10 +367,10 @@ def test_the_learning_rate_continues_in_an_epoch_that_other_ranks_began(group):
 class Calls(keras.callbacks.Callback):
     def __init__(self):
         super().__init__()
-        self.noted = []
+        self.recorded = []
 
     def on_train_begin(self, logs=None):
-        self.noted.append("begin")
+        self.recorded.append("begin")
 
     def on_epoch_begin(self, epoch, logs=None):
         self.batches = []
@@ -378,25 +380,25 @@ class Calls(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch, logs=None):
         assert self.batches == [*range(self.batches[0], 10)]
-        self.noted.append((epoch, self.batches[0], self.params["steps"], self.params["epochs"]))
+        self.recorded.append((epoch, self.batches[0], self.params["steps"], self.params["epochs"]))
 
     def on_train_end(self, logs=None):
-        self.noted.append(sorted(logs))
+        self.recorded.append(sorted(logs))
 
 
 def calls_within_an_epoch():
     """Return the calls of a callback in the rest of the second epoch and in the third."""
     whole = source(EVEN, session.current().world.rank)
-    rows_left = Begun(whole.schema, whole.columns, whole.mine, whole.everyones)
+    rows_left = RestOfSecondEpoch(whole.schema, whole.columns, whole.mine, whole.everyones)
     packed = PLUGIN.pack(parameters(callbacks=[Calls()]))
     trainer = PLUGIN.trainer(packed, spec(DATA, epochs=3), session.current().world)
     trainer.fit(rows_left, None, Hooks(first_epoch=1, first_epoch_batches=6))
-    return trainer._package.callbacks[0].noted
+    return trainer._package.callbacks[0].recorded
 
 
 def test_callbacks_see_one_training_although_it_resumes_within_an_epoch(group):
-    for noted in group.run(calls_within_an_epoch):
-        assert noted == ["begin", (1, 4, 10, 3), (2, 0, 10, 3), ["accuracy", "loss"]]
+    for recorded in group.run(calls_within_an_epoch):
+        assert recorded == ["begin", (1, 4, 10, 3), (2, 0, 10, 3), ["accuracy", "loss"]]
 
 
 class Interrupted(Hooks):
@@ -416,7 +418,7 @@ def continue_within_an_epoch(kind):
 
     def make():
         warmup = hvd.callbacks.LearningRateWarmupCallback(0.02, warmup_epochs=3)
-        params = {"model": dropping(), "callbacks": [warmup], **resumable(kind)}
+        params = {"model": network_with_dropout(), "callbacks": [warmup], **resumable_parameters(kind)}
         return PLUGIN.trainer(PLUGIN.pack(parameters(**params)), spec(DATA, epochs=3), world)
 
     undisturbed, whole = make(), Hooks()
@@ -446,7 +448,7 @@ def test_resuming_within_an_epoch_equals_an_uninterrupted_training(group, kind):
     group.run(continue_within_an_epoch, kind)
 
 
-class Falling(keras.callbacks.Callback):
+class AddFallingValue(keras.callbacks.Callback):
     """Adds a value to the logs of batches, which is lowest in the first epoch."""
 
     def on_epoch_begin(self, epoch, logs=None):
@@ -465,8 +467,8 @@ def saved_files(folder):
         own.mkdir()
         best = {"save_best_only": True, "save_weights_only": True, **WATCHED}
         callbacks = [
-            Rising(),
-            Falling(),
+            RaiseLoss(),
+            AddFallingValue(),
             keras.callbacks.ModelCheckpoint(own / "{epoch}-best.weights.h5", **best),
             keras.callbacks.ModelCheckpoint(own / "{epoch}-{batch}.weights.h5", save_weights_only=True, save_freq=4),
             keras.callbacks.ModelCheckpoint(
@@ -518,16 +520,16 @@ class Halving(keras.Model):
 
 def train_with_metrics(kind, sizes, interruptions):
     world = session.current().world
-    how = spec(DATA, epochs=2)
+    train_spec = spec(DATA, epochs=2)
 
     def make():
         if kind == "own step":
             model, metrics = built(Halving), ["accuracy"]
         else:
             model, metrics = network(), ["accuracy", keras.metrics.MeanIoU(3, "iou", sparse_y_pred=False)]
-        return PLUGIN.trainer(PLUGIN.pack(parameters(model=model, metrics=metrics)), how, world)
+        return PLUGIN.trainer(PLUGIN.pack(parameters(model=model, metrics=metrics)), train_spec, world)
 
-    return values_of_epochs(make, source(sizes, world.rank), how, interruptions)
+    return values_of_epochs(make, source(sizes, world.rank), train_spec, interruptions)
 
 
 @pytest.mark.parametrize("kind", ["own step", "sums"])
@@ -583,18 +585,18 @@ def save_by_callback(save_best_only, history):
     packed = PLUGIN.pack(parameters(checkpoint_callback=callback))
     world = session.current().world
     trainer = PLUGIN.trainer(packed, spec(DATA, epochs=2, checkpoints=policy, scale_lr=True), world)
-    hooks = Keeping(first_epoch=len(history), history=history)
+    hooks = KeepingFiles(first_epoch=len(history), history=history)
     trainer.fit(source(PARTIAL_END, world.rank), None, hooks)
     assert float(keras.ops.convert_to_numpy(trainer._model.optimizer.learning_rate)) == pytest.approx(2 * 0.02)
     return hooks.kept, trainer._model.get_weights()
 
 
 def test_rank_0_keeps_what_the_checkpoint_callback_saves(group, tmp_path):
-    (kept, wanted), (by_another, _) = group.run(save_by_callback, True, ())
+    (kept, expected), (by_another, _) = group.run(save_by_callback, True, ())
     assert (sorted(kept), by_another) == (["1.keras", "2.keras"], {})
     (tmp_path / "kept.keras").write_bytes(kept["2.keras"])
     model = keras.saving.load_model(tmp_path / "kept.keras")
-    for one, other in zip(model.get_weights(), wanted, strict=True):
+    for one, other in zip(model.get_weights(), expected, strict=True):
         np.testing.assert_array_equal(one, other)
     rate = float(keras.ops.convert_to_numpy(model.optimizer.learning_rate))
     assert rate == pytest.approx(0.02), "a continued training would scale the rate again"
@@ -620,9 +622,11 @@ class StopAtBatch(keras.callbacks.Callback):
 
 
 def train_until_a_callback_stops(interruptions):
-    world, how = session.current().world, spec(DATA, epochs=4)
+    world, train_spec = session.current().world, spec(DATA, epochs=4)
     packed = PLUGIN.pack(parameters(callbacks=[StopAtBatch()]))
-    return values_of_epochs(lambda: PLUGIN.trainer(packed, how, world), source(EVEN, world.rank), how, interruptions)
+    return values_of_epochs(
+        lambda: PLUGIN.trainer(packed, train_spec, world), source(EVEN, world.rank), train_spec, interruptions
+    )
 
 
 @pytest.mark.parametrize("interruptions", [[(1, 2)], [(1, 4)]], ids=["at once", "later"])

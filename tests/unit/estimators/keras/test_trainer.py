@@ -25,21 +25,21 @@ from tests.unit.estimators.keras.networks import (
     EMPTY_WITHIN,
     EVEN,
     PARTIAL_END,
-    TWO_ENDED,
+    TWO_LABELS,
     WEIGHTED,
     TwoOptimizers,
-    both,
     buffers,
     built,
-    drawn,
-    dropping,
     network,
-    noisy,
+    network_with_dropout,
+    network_with_noise,
+    normalized_with_two_outputs,
     parameters,
-    prepared,
     rows,
+    rows_with_two_labels,
     source,
-    two_ended_rows,
+    two_losses,
+    weights_and_noise,
     with_torch_statistics,
 )
 
@@ -47,8 +47,8 @@ from tests.unit.estimators.keras.networks import (
 def train_as_rank(sizes, weighted, passes=1):
     data = WEIGHTED if weighted else DATA
     world = session.current().world
-    how = spec(data, epochs=2, backward_passes_per_step=passes)
-    trainer = PLUGIN.trainer(PLUGIN.pack(parameters(data)), how, world)
+    train_spec = spec(data, epochs=2, backward_passes_per_step=passes)
+    trainer = PLUGIN.trainer(PLUGIN.pack(parameters(data)), train_spec, world)
     hooks = Hooks()
     trainer.fit(source(sizes, world.rank, data), source(sizes, world.rank, data), hooks)
     ends = [*range(passes, len(sizes), passes), len(sizes)]
@@ -83,8 +83,8 @@ def train_plainly(sizes, weighted, passes=1):
 )
 def test_ranks_are_one_big_batch(group, sizes, weighted, passes):
     (mine, record), (other, _) = group.run(train_as_rank, sizes, weighted, passes)
-    wanted, logs, evaluated = train_plainly(sizes, weighted, passes)
-    for one, two, plain in zip(mine, other, wanted, strict=True):
+    expected, logs, evaluated = train_plainly(sizes, weighted, passes)
+    for one, two, plain in zip(mine, other, expected, strict=True):
         np.testing.assert_array_equal(one, two, "ranks must end with the same weights")
         assert np.linalg.norm(one - plain) <= 1e-4 * np.linalg.norm(plain)
     assert record.train["loss"] == pytest.approx(float(logs["loss"]), rel=1e-3)
@@ -94,23 +94,25 @@ def test_ranks_are_one_big_batch(group, sizes, weighted, passes):
         assert record.validation["accuracy"] == pytest.approx(evaluated["accuracy"], abs=1e-6)
 
 
-def train_two_ended(sizes):
+def train_two_outputs(sizes):
     world, plain = session.current().world, source(sizes, session.current().world.rank, WEIGHTED)
-    params = parameters(TWO_ENDED, model=prepared(), loss=both(), loss_weights=[1.0, 0.5], metrics=None)
-    trainer = PLUGIN.trainer(PLUGIN.pack(params), spec(TWO_ENDED, epochs=2), world)
-    train = ArraySource(TWO_ENDED, two_ended_rows(plain.rows()), plain.mine, plain.everyones)
+    params = parameters(
+        TWO_LABELS, model=normalized_with_two_outputs(), loss=two_losses(), loss_weights=[1.0, 0.5], metrics=None
+    )
+    trainer = PLUGIN.trainer(PLUGIN.pack(params), spec(TWO_LABELS, epochs=2), world)
+    train = ArraySource(TWO_LABELS, rows_with_two_labels(plain.rows()), plain.mine, plain.everyones)
     trainer.fit(train, None, Hooks())
     return [weight for head in trainer._model.heads for weight in head.get_weights()]
 
 
-def test_a_subclass_with_a_preprocessing_layer_and_two_weighted_outputs_is_one_big_batch_too(group):
-    mine, other = group.run(train_two_ended, EMPTY_END)
-    model, data = prepared(), two_ended_rows(sum(map(sum, EMPTY_END)))
-    model.compile(optimizer=keras.optimizers.Adam(0.02), loss=both(), loss_weights=[1.0, 0.5])
+def test_ranks_are_one_big_batch_for_a_subclass_with_a_preprocessing_layer_and_two_weighted_outputs(group):
+    mine, other = group.run(train_two_outputs, EMPTY_END)
+    model, data = normalized_with_two_outputs(), rows_with_two_labels(sum(map(sum, EMPTY_END)))
+    model.compile(optimizer=keras.optimizers.Adam(0.02), loss=two_losses(), loss_weights=[1.0, 0.5])
     weights = (data["w"], data["w"])
     model.fit(data["x"], (data["y"], data["z"]), 8, 2, sample_weight=weights, shuffle=False, verbose=0)
-    wanted = [weight for head in model.heads for weight in head.get_weights()]
-    for one, two, plain in zip(mine, other, wanted, strict=True):
+    expected = [weight for head in model.heads for weight in head.get_weights()]
+    for one, two, plain in zip(mine, other, expected, strict=True):
         np.testing.assert_array_equal(one, two)
         assert np.linalg.norm(one - plain) <= 1e-4 * np.linalg.norm(plain)
 
@@ -129,8 +131,8 @@ class ExtraBatch(keras.callbacks.Callback):
 def train_on_an_extra_batch(sizes):
     world = session.current().world
     extra = {name: values[world.rank : 8 : world.size] for name, values in rows(8).items() if name != "w"}
-    given = parameters(optimizer=keras.optimizers.SGD(0.1), callbacks=[ExtraBatch(extra)])
-    trainer = PLUGIN.trainer(PLUGIN.pack(given), spec(DATA), world)
+    params = parameters(optimizer=keras.optimizers.SGD(0.1), callbacks=[ExtraBatch(extra)])
+    trainer = PLUGIN.trainer(PLUGIN.pack(params), spec(DATA), world)
     trainer.fit(source(sizes, world.rank), None, Hooks())
     return trainer._model.get_weights()
 
@@ -146,8 +148,8 @@ def test_a_batch_that_a_callback_trains_counts_once(group):
         np.testing.assert_allclose(one, plain, rtol=1e-4, atol=1e-5)
 
 
-def spectral():
-    """Return a network of which the first kernel is trained, and the second is frozen."""
+def spectrally_normalized_network():
+    """Return a network with two normalized kernels; the first one is trained, the second one frozen."""
     start = network()
     layers = [keras.layers.SpectralNormalization(layer) for layer in start.layers]
     model = keras.Sequential([keras.Input((6,)), *layers])
@@ -159,15 +161,15 @@ def spectral():
 
 def train_with_spectral_normalization(sizes):
     world = session.current().world
-    given = parameters(model=spectral(), optimizer=keras.optimizers.SGD(0.1))
-    trainer = PLUGIN.trainer(PLUGIN.pack(given), spec(DATA), world)
+    params = parameters(model=spectrally_normalized_network(), optimizer=keras.optimizers.SGD(0.1))
+    trainer = PLUGIN.trainer(PLUGIN.pack(params), spec(DATA), world)
     trainer.fit(source(sizes, world.rank), None, Hooks())
     return trainer._model.get_weights()
 
 
 def test_spectral_normalization_continues_in_the_steps_of_a_rank_without_rows(group):
     mine, other = group.run(train_with_spectral_normalization, EMPTY_WITHIN)
-    model, data = spectral(), rows(sum(map(sum, EMPTY_WITHIN)))
+    model, data = spectrally_normalized_network(), rows(sum(map(sum, EMPTY_WITHIN)))
     model.compile(optimizer=keras.optimizers.SGD(0.1), loss=parameters()["loss"])
     model.fit(data["x"], data["y"], 8, shuffle=False, verbose=0)
     for one, two, plain in zip(mine, other, model.get_weights(), strict=True):
@@ -190,8 +192,8 @@ class WithUnusedLayer(keras.Model):
 def test_a_spectral_normalization_that_a_model_never_calls_has_no_variables():
     model = WithUnusedLayer()
     model(np.ones((1, 2), np.float32))
-    found = variables_independent_of_rows(model)
-    assert [id(variable) for variable in found] == [id(model.used.vector_u), id(model.used.kernel)]
+    result = variables_independent_of_rows(model)
+    assert [id(variable) for variable in result] == [id(model.used.vector_u), id(model.used.kernel)]
 
 
 def normalized_network(layer):
@@ -216,7 +218,7 @@ class ValidatedBuffers(keras.callbacks.Callback):
     """Records the buffers with which the model is validated."""
 
     def on_test_begin(self, logs=None):
-        self.noted = buffers(self.model)
+        self.recorded = buffers(self.model)
 
 
 def train_with_buffers(sizes, folder):
@@ -230,7 +232,7 @@ def train_with_buffers(sizes, folder):
     own = Path(folder, str(world.rank))
     own.mkdir()
     trainer.export(own)
-    return trainer._package.callbacks[0].noted, buffers(artifact.load_model(own, compiled=False))
+    return trainer._package.callbacks[0].recorded, buffers(artifact.load_model(own, compiled=False))
 
 
 def test_buffers_of_pytorch_modules_are_means_over_the_rows_of_all_ranks(group, tmp_path):
@@ -243,7 +245,7 @@ def test_buffers_of_pytorch_modules_are_means_over_the_rows_of_all_ranks(group, 
             batch, data = data[:count], data[count:]
             if count:
                 means[rank] = 0.9 * means[rank] + 0.1 * batch.mean()
-    (mean, variance, batches), *others = [found for outcome in outcomes for found in outcome]
+    (mean, variance, batches), *others = [result for outcome in outcomes for result in outcome]
     assert mean == pytest.approx(np.average(means, weights=np.sum(EMPTY_END, axis=0)), rel=1e-4)
     assert batches == len(EMPTY_END)
     for other in others:
@@ -252,7 +254,7 @@ def test_buffers_of_pytorch_modules_are_means_over_the_rows_of_all_ranks(group, 
 
 class TwoPlainOptimizers(TwoOptimizers):
     @staticmethod
-    def another():
+    def make_other_optimizer():
         return keras.optimizers.SGD(0.05)
 
 
@@ -274,8 +276,8 @@ def test_every_gradient_of_a_user_defined_step_is_weighted_by_the_rows_of_its_ba
     model, data = built(TwoPlainOptimizers), rows(sum(map(sum, sizes)))
     model.compile(optimizer=keras.optimizers.SGD(0.1), loss="mse", jit_compile=False)
     model.fit(data["x"].astype(np.float32), data["y"], 8, 2, shuffle=False, verbose=0)
-    for found in group.run(train_with_two_optimizers, sizes):
-        for one, other in zip(found, model.get_weights(), strict=True):
+    for result in group.run(train_with_two_optimizers, sizes):
+        for one, other in zip(result, model.get_weights(), strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
@@ -293,9 +295,9 @@ def test_batch_normalization_over_all_ranks_makes_them_one_big_batch(group, size
         assert np.linalg.norm(one - plain) <= 1e-4 * np.linalg.norm(plain)
 
 
-@pytest.mark.parametrize("make", [dropping, noisy], ids=["layers", "global generators"])
+@pytest.mark.parametrize("make", [network_with_dropout, network_with_noise], ids=["layers", "global generators"])
 def test_every_rank_draws_its_own_random_numbers(group, make):
-    (weights, first), (others, second) = group.run(drawn, make)
+    (weights, first), (others, second) = group.run(weights_and_noise, make)
     assert not np.array_equal(first, second)
     for mine, other in zip(weights, others, strict=True):
         np.testing.assert_array_equal(mine, other)
@@ -325,22 +327,22 @@ def devices_by_torch():
 
 
 def test_every_rank_has_its_own_gpu_and_a_transform_uses_the_gpu_that_spark_assigned(group):
-    found = group.run(devices_by_torch)
-    assert found in ([None, None], [([0], "cpu", "cuda:1", "cpu"), ([1], "cpu", "cuda:1", "cpu")])
+    result = group.run(devices_by_torch)
+    assert result in ([None, None], [([0], "cpu", "cuda:1", "cpu"), ([1], "cpu", "cuda:1", "cpu")])
 
 
 def train_on_vectors(sparse):
     """Return the weights after training on vectors with half of their elements 0, or the error if they are rejected."""
     vector = ColumnSpec("x", "float64", (6,), "feature", "vector", sparse=sparse, entries=6 if sparse else None)
     data = DataSchema((vector, DATA["y"]))
-    made = source(PARTIAL_END, session.current().world.rank)
-    dense = made.columns["x"] * (np.arange(6) % 2 == np.arange(len(made.columns["x"]))[:, None] % 2)
+    all_rows = source(PARTIAL_END, session.current().world.rank)
+    dense = all_rows.columns["x"] * (np.arange(6) % 2 == np.arange(len(all_rows.columns["x"]))[:, None] % 2)
     if sparse:
-        made.columns["x"] = columns.empty(vector, len(dense))
-        made.columns["x"]["indices"] = np.where(dense != 0, np.arange(6), -1)
-        made.columns["x"]["values"] = dense
+        all_rows.columns["x"] = columns.empty(vector, len(dense))
+        all_rows.columns["x"]["indices"] = np.where(dense != 0, np.arange(6), -1)
+        all_rows.columns["x"]["values"] = dense
     else:
-        made.columns["x"] = dense
+        all_rows.columns["x"] = dense
     on_tensorflow = keras.config.backend() == "tensorflow"
     model = keras.Sequential([keras.Input((6,), sparse=sparse and on_tensorflow), keras.layers.Dense(3)])
     model.set_weights([np.full(weight.shape, 0.1) for weight in model.get_weights()])
@@ -349,7 +351,7 @@ def train_on_vectors(sparse):
     except ParamError as error:
         return str(error)
     trainer = PLUGIN.trainer(payload, spec(data, epochs=2), session.current().world)
-    trainer.fit(ArraySource(data, made.columns, made.mine, made.everyones), None, Hooks())
+    trainer.fit(ArraySource(data, all_rows.columns, all_rows.mine, all_rows.everyones), None, Hooks())
     return trainer._model.get_weights()
 
 
@@ -384,8 +386,8 @@ def train_in_float8(sizes, plain=False):
         model.compile(optimizer=optimizer, loss=parameters()["loss"], jit_compile=False)
         model.fit(data["x"], data["y"], 8, epochs=2, shuffle=False, verbose=0)
     else:
-        given, world = parameters(model=model, optimizer=optimizer), session.current().world
-        trainer = PLUGIN.trainer(PLUGIN.pack(given), spec(DATA, epochs=2), world)
+        params, world = parameters(model=model, optimizer=optimizer), session.current().world
+        trainer = PLUGIN.trainer(PLUGIN.pack(params), spec(DATA, epochs=2), world)
         trainer.fit(source(sizes, world.rank), None, Hooks())
         model = trainer._model
     weights = [(index, weight) for index, layer in enumerate(model.layers) for weight in layer.weights]
@@ -415,7 +417,7 @@ def test_sparse_columns_train_the_same_weights_on_tensorflow_and_are_rejected_el
 TEXTS = schema(x=("feature", "str", (), "scalar"), y=("label", "int64", (), "scalar"))
 
 
-class OfTexts(keras.Model):
+class WordEmbedding(keras.Model):
     """A subclassed model without declared inputs, which learns from the indices of words."""
 
     def __init__(self, **settings):
@@ -430,18 +432,18 @@ class OfTexts(keras.Model):
 def train_on_texts(sizes):
     """Return the weights after training on words, or the error if they are rejected."""
     count, rank = sum(map(sum, sizes)), session.current().world.rank
-    model = OfTexts()
+    model = WordEmbedding()
     if keras.config.backend() == "tensorflow":
         model(keras.ops.convert_to_tensor([["one"]]))
     else:
         model = network()
-    made = {"x": np.array(["one", "two", "zwölf"], object)[np.arange(count) % 3], "y": np.arange(count) % 3}
+    all_rows = {"x": np.array(["one", "two", "zwölf"], object)[np.arange(count) % 3], "y": np.arange(count) % 3}
     try:
         payload = PLUGIN.pack(parameters(TEXTS, model=model))
     except ParamError as error:
         return str(error)
     trainer = PLUGIN.trainer(payload, spec(TEXTS, epochs=2), session.current().world)
-    trainer.fit(partition_rows(made, sizes, rank, TEXTS), None, Hooks())
+    trainer.fit(partition_rows(all_rows, sizes, rank, TEXTS), None, Hooks())
     return trainer._model.get_weights()
 
 
@@ -456,7 +458,7 @@ def test_text_trains_a_subclass_on_tensorflow_and_is_rejected_elsewhere(group):
     assert weights[0].argmax(axis=1).tolist() == [2, 0, 1], "the label of each word"
 
 
-class FromOne(keras.layers.Layer):
+class RejectsBelowOne(keras.layers.Layer):
     """Rejects ids below 1."""
 
     def call(self, ids):
@@ -471,9 +473,12 @@ class FromOne(keras.layers.Layer):
 
 def train_without_a_row(sizes):
     """Train on a rank without rows, which uses a row of another rank as placeholder."""
-    model, rank = keras.Sequential([keras.Input((6,)), FromOne(), *network().layers]), session.current().world.rank
-    how = spec(DATA, epochs=1, sample={"x": np.ones((1, 6)), "y": np.zeros(1, np.int64)})
-    trainer = PLUGIN.trainer(PLUGIN.pack(parameters(model=model)), how, session.current().world)
+    model, rank = (
+        keras.Sequential([keras.Input((6,)), RejectsBelowOne(), *network().layers]),
+        session.current().world.rank,
+    )
+    train_spec = spec(DATA, epochs=1, sample={"x": np.ones((1, 6)), "y": np.zeros(1, np.int64)})
+    trainer = PLUGIN.trainer(PLUGIN.pack(parameters(model=model)), train_spec, session.current().world)
     train = source(sizes, rank)
     train.columns["x"] = np.abs(train.columns["x"]) + 1
     trainer.fit(train, train, Hooks())
@@ -512,26 +517,26 @@ class GradientsInOwnGraph(keras.Model):
                 scaled = self.optimizer.scale_loss(loss)
             return loss, tape.gradient(scaled, [variable.value for variable in self.trainable_variables])
 
-        loss, found = computed()
-        self.optimizer.apply(found, self.trainable_variables)
+        loss, result = computed()
+        self.optimizer.apply(result, self.trainable_variables)
         return {"loss": loss}
 
 
 def train_with_a_placeholder_without_a_gradient(sizes, kind):
     model = built(kind) if kind else network()
-    given = parameters(model=model, loss=standardized, optimizer=keras.optimizers.SGD(0.01), metrics=None)
-    trainer = PLUGIN.trainer(PLUGIN.pack(given), spec(DATA), session.current().world)
-    asked, share = [], CurrentBatch.share
+    params = parameters(model=model, loss=standardized, optimizer=keras.optimizers.SGD(0.01), metrics=None)
+    trainer = PLUGIN.trainer(PLUGIN.pack(params), spec(DATA), session.current().world)
+    calls, share = [], CurrentBatch.share
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CurrentBatch, "share", lambda batch: asked.append(batch) or share(batch))
+        patch.setattr(CurrentBatch, "share", lambda batch: calls.append(batch) or share(batch))
         trainer.fit(source(sizes, session.current().world.rank), None, Hooks())
-    return trainer._model.get_weights(), len(asked)
+    return trainer._model.get_weights(), len(calls)
 
 
 def test_the_gradient_of_a_placeholder_is_ignored_even_if_it_is_not_finite(group):
     sizes = [(4, 4), (8, 0)]
-    (mine, asked), (other, _) = group.run(train_with_a_placeholder_without_a_gradient, sizes, None)
-    assert asked == len(sizes), "Python is asked for the share of a batch once, because a graph waits for it"
+    (mine, calls), (other, _) = group.run(train_with_a_placeholder_without_a_gradient, sizes, None)
+    assert calls == len(sizes), "the share of a batch is computed once, because a graph waits for Python"
     in_own_graph, _ = group.run(train_with_a_placeholder_without_a_gradient, sizes, GradientsInOwnGraph)[0]
     for one, two, three in zip(mine, other, in_own_graph, strict=True):
         assert np.isfinite(one).all()
@@ -556,11 +561,11 @@ class OwnStep(keras.Model):
 
 def train_on_doubles():
     data = schema(x=("feature", "float64", (6,), "array"), y=("label", "float64", (1,), "array"))
-    model, made = OwnStep(), rows(8)
+    model, all_rows = OwnStep(), rows(8)
     model(np.zeros((1, 6), np.float32))
-    given = parameters(data, model=model, loss="mse", metrics=None)
-    trainer = PLUGIN.trainer(PLUGIN.pack(given), spec(data), session.current().world)
-    columns = {"x": made["x"], "y": made["w"][:, None]}
+    params = parameters(data, model=model, loss="mse", metrics=None)
+    trainer = PLUGIN.trainer(PLUGIN.pack(params), spec(data), session.current().world)
+    columns = {"x": all_rows["x"], "y": all_rows["w"][:, None]}
     own = partition_rows(columns, [(4, 4)], session.current().world.rank, data)
     trainer.fit(own, own, hooks := Hooks())
     return hooks.reports[-1].validation["loss"][0]
