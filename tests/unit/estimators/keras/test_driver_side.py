@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 
 import keras
 import numpy as np
@@ -20,7 +19,6 @@ from sparkhvd.estimators.keras.plugin import PLUGIN
 from sparkhvd.estimators.keras.serialization import artifact
 from sparkhvd.estimators.params.named_inputs import named_inputs
 from sparkhvd.estimators.params.policies import Checkpoints, EarlyStopping
-from sparkhvd.estimators.runs.resume_check import check_resumable
 from sparkhvd.keras.callbacks import BestModelCheckpoint
 from sparkhvd.world import World
 from tests.scripts import run_script
@@ -108,18 +106,6 @@ def test_columns_are_matched_by_name_before_order():
     assert "'large' is large" in printed
     trainer = PLUGIN.trainer(PLUGIN.pack(params), spec(data), World(0, 1, 0, 1, 0, 1))
     assert "Doubled" in {type(layer).__name__ for layer in trainer._model.layers}
-
-
-def test_the_learning_rate_of_a_resumed_run_is_scaled_by_its_ranks():
-    def trainer(size):
-        return PLUGIN.trainer(PLUGIN.pack(parameters()), spec(DATA, scale_lr=True), replace(World(), size=size))
-
-    first, second = trainer(2), trainer(4)
-    first._model.optimizer.build(first._model.trainable_variables)
-    assert float(first._model.optimizer.learning_rate) == pytest.approx(0.04)
-    first._model.optimizer.learning_rate = 0.01  # like a callback
-    second.restore(first.state())
-    assert float(second._model.optimizer.learning_rate) == pytest.approx(0.02)
 
 
 class WithoutName(keras.metrics.Mean):
@@ -594,47 +580,3 @@ def test_a_retired_parameter_accepts_none_as_its_default():
     KerasEstimator(shuffle_buffer_size=None, reader_pool_type=None)
     with pytest.raises(ParamError, match="reader_pool_type has no meaning"):
         KerasEstimator(reader_pool_type="thread")
-
-
-@pytest.mark.parametrize(
-    ("before", "now", "message"),
-    [
-        ({"use_ema": True}, {}, r"has a variable '.*kernel_average', which this fit's optimizer lacks"),
-        ({}, {"use_ema": True}, r"lacks the variable '.*kernel_average' of this fit's optimizer"),
-        ({"gradient_accumulation_steps": 2}, {"use_ema": True}, "has a variable '.*gradient_accumulator'"),
-    ],
-)
-def test_a_run_is_not_resumed_with_an_optimizer_that_has_other_variables(before, now, message):
-    def trainer(**more):
-        optimizer = keras.optimizers.SGD(0.1, momentum=0.9, **more)
-        optimizer.build(network().trainable_variables)
-        return PLUGIN.trainer(PLUGIN.pack(parameters(optimizer=optimizer)), spec(DATA), World(0, 1))
-
-    first = trainer(**before)
-    first.restore(first.state())
-    with pytest.raises(ParamError, match=message):
-        trainer(**now).restore(trainer(**before).state())
-
-
-def model_of_dtype(dtype):
-    return keras.Sequential([keras.Input((6,)), keras.layers.Dense(3, dtype=dtype)])
-
-
-def test_a_run_is_not_resumed_with_weights_of_another_type():
-    before, now = (PLUGIN.facts(parameters(model=model_of_dtype(dtype))) for dtype in ("float32", "float64"))
-    check_resumable("run", "url", before, before)
-    with pytest.raises(
-        ParamError, match=r"its weight '0: .*kernel' has elements of type float32, but this .* has float64"
-    ):
-        check_resumable("run", "url", before, now)
-
-
-def test_a_run_is_not_resumed_with_other_layers_frozen():
-    whole, frozen = network(), network()
-    frozen.layers[0].trainable = False
-    before, now = (PLUGIN.facts(parameters(model=model)) for model in (whole, frozen))
-    check_resumable("run", "url", before, before)
-    with pytest.raises(
-        ParamError, match=r"parameter 0 of group 0 of its optimizer is '0: .*kernel', but of this fit's"
-    ):
-        check_resumable("run", "url", before, now)

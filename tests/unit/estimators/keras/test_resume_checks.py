@@ -1,0 +1,71 @@
+"""Resumed runs of KerasEstimator: what they restore, and the differences that the driver refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import keras
+import pytest
+
+from sparkhvd.errors import ParamError
+from sparkhvd.estimators.keras.plugin import PLUGIN
+from sparkhvd.estimators.runs.resume_check import check_resumable
+from sparkhvd.world import World
+from tests.unit.estimators.arrays import spec
+from tests.unit.estimators.keras.networks import DATA, network, parameters
+
+
+def test_the_learning_rate_of_a_resumed_run_is_scaled_by_its_ranks():
+    def trainer(size):
+        return PLUGIN.trainer(PLUGIN.pack(parameters()), spec(DATA, scale_lr=True), replace(World(), size=size))
+
+    first, second = trainer(2), trainer(4)
+    first._model.optimizer.build(first._model.trainable_variables)
+    assert float(first._model.optimizer.learning_rate) == pytest.approx(0.04)
+    first._model.optimizer.learning_rate = 0.01  # like a callback
+    second.restore(first.state())
+    assert float(second._model.optimizer.learning_rate) == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "message"),
+    [
+        ({"use_ema": True}, {}, r"has a variable '.*kernel_average', which this fit's optimizer lacks"),
+        ({}, {"use_ema": True}, r"lacks the variable '.*kernel_average' of this fit's optimizer"),
+        ({"gradient_accumulation_steps": 2}, {"use_ema": True}, "has a variable '.*gradient_accumulator'"),
+    ],
+)
+def test_a_run_is_not_resumed_with_an_optimizer_that_has_other_variables(before, now, message):
+    def trainer(**more):
+        optimizer = keras.optimizers.SGD(0.1, momentum=0.9, **more)
+        optimizer.build(network().trainable_variables)
+        return PLUGIN.trainer(PLUGIN.pack(parameters(optimizer=optimizer)), spec(DATA), World(0, 1))
+
+    first = trainer(**before)
+    first.restore(first.state())
+    with pytest.raises(ParamError, match=message):
+        trainer(**now).restore(trainer(**before).state())
+
+
+def model_of_dtype(dtype):
+    return keras.Sequential([keras.Input((6,)), keras.layers.Dense(3, dtype=dtype)])
+
+
+def test_a_run_is_not_resumed_with_weights_of_another_type():
+    before, now = (PLUGIN.facts(parameters(model=model_of_dtype(dtype))) for dtype in ("float32", "float64"))
+    check_resumable("run", "url", before, before)
+    with pytest.raises(
+        ParamError, match=r"its weight '0: .*kernel' has elements of type float32, but this .* has float64"
+    ):
+        check_resumable("run", "url", before, now)
+
+
+def test_a_run_is_not_resumed_with_other_layers_frozen():
+    whole, frozen = network(), network()
+    frozen.layers[0].trainable = False
+    before, now = (PLUGIN.facts(parameters(model=model)) for model in (whole, frozen))
+    check_resumable("run", "url", before, before)
+    with pytest.raises(
+        ParamError, match=r"parameter 0 of group 0 of its optimizer is '0: .*kernel', but of this fit's"
+    ):
+        check_resumable("run", "url", before, now)
