@@ -19,6 +19,7 @@ from sparkhvd.comm.interface import *  # noqa: F403  its __all__ lists the names
 from sparkhvd.compat.horovod import missing
 from sparkhvd.errors import ConfigError
 from sparkhvd.keras import callbacks, elastic
+from sparkhvd.keras.exchange import supported_backend
 from sparkhvd.keras.legacy_files import restore_legacy_state
 from sparkhvd.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer
 from sparkhvd.keras.variables import broadcast_variables
@@ -94,12 +95,7 @@ def load_model(
 def __getattr__(name: str) -> Any:
     if name not in _BACKEND_NAMES:
         raise AttributeError(missing("sparkhvd.keras", name, [*__all__, *_BACKEND_NAMES]))
-    backend = keras.config.backend()
-    if backend not in {"tensorflow", "torch"}:
-        raise ConfigError(
-            f"sparkhvd.keras has no collectives for the Keras backend {backend!r}. Set KERAS_BACKEND to tensorflow or "
-            "torch before keras is imported."
-        )
+    backend = supported_backend()
     if name == "SyncBatchNormalization" and backend != "tensorflow":
         raise ConfigError(f"SyncBatchNormalization needs Keras' TensorFlow backend, but Keras runs on {backend!r}.")
     function = getattr(import_module(f"sparkhvd.{backend}"), name)

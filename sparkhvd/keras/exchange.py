@@ -16,6 +16,21 @@ from sparkhvd.errors import ConfigError, UnsupportedError
 Exchange = Callable[[Sequence[Any]], list[Any]]
 
 
+def supported_backend() -> str:
+    """Return the backend that Keras runs on.
+
+    Raises:
+        ConfigError: sparkhvd has no collectives for it.
+    """
+    backend: str = keras.config.backend()
+    if backend not in {"tensorflow", "torch"}:
+        raise ConfigError(
+            f"Keras runs on the backend {backend!r}, but sparkhvd trains Keras models only on tensorflow and torch. "
+            "Set KERAS_BACKEND to one of them before keras is imported."
+        )
+    return backend
+
+
 def gradient_exchange(  # noqa: PLR0917
     name: str,
     compression: Any,
@@ -29,9 +44,9 @@ def gradient_exchange(  # noqa: PLR0917
     Raises:
         ConfigError: the settings contradict each other, or Keras runs on a backend other than TensorFlow and PyTorch.
     """
+    backend = supported_backend()
     if compression is not None:
         require_compressor(compression)
-    backend = keras.config.backend()
     if op not in {ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.ADASUM}:
         raise UnsupportedError(f"Gradients can be combined with op=Average, op=Sum or op=Adasum, not {op}.")
     if predivide != 1.0 and op is not ReduceOp.AVERAGE:
@@ -43,12 +58,7 @@ def gradient_exchange(  # noqa: PLR0917
         return GradientExchange(
             name, compression or Compression.none, sparse_as_dense, op, predivide, process_set
         ).reduce
-    if backend == "torch":
-        return _torch_exchange(name, compression, op, predivide, process_set)
-    raise ConfigError(
-        f"Keras runs on {backend!r}, but sparkhvd.keras supports the backends tensorflow and torch only. Set "
-        "KERAS_BACKEND before keras is imported."
-    )
+    return _torch_exchange(name, compression, op, predivide, process_set)
 
 
 def scaled(gradient: Any, factor: Any) -> Any:

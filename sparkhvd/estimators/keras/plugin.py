@@ -258,8 +258,10 @@ def _package(params: Mapping[str, Any]) -> Package:
         model_to_bytes,
         to_configs,
     )
+    from sparkhvd.keras.exchange import supported_backend  # noqa: PLC0415
     from sparkhvd.keras.optimizer import reject_multi_optimizer  # noqa: PLC0415
 
+    supported_backend()  # raises an error before the ranks start
     model = _built_model(params["model"])
     check_names(params["optimizer"], params["loss"], params["metrics"])
     optimizer = _optimizer(params, model)

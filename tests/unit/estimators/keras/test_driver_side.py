@@ -493,6 +493,12 @@ def test_a_model_with_a_user_defined_loss_and_metric_is_returned_compiled(tmp_pa
     assert set(evaluated) == {"loss", "user_metric"}
 
 
+def test_a_backend_without_collectives_is_rejected(monkeypatch):
+    monkeypatch.setattr(keras.config, "backend", lambda: "jax")
+    with pytest.raises(ConfigError, match="the backend 'jax', but sparkhvd trains Keras models only on tensorflow and"):
+        PLUGIN.check(parameters(), DATA, None)
+
+
 def test_layers_that_normalize_by_the_batch_of_a_rank_are_found_even_within_nested_models():
     inner = keras.Sequential([keras.Input((4,)), keras.layers.BatchNormalization(name="inner")])
     model = keras.Sequential([keras.Input((4,)), inner, keras.layers.LayerNormalization()])
