@@ -330,11 +330,10 @@ def _check_rate_and_accumulation(params: Mapping[str, Any], optimizer: keras.opt
     """Check ``scale_lr`` and ``backward_passes_per_step``, which not every optimizer allows."""
     import keras  # noqa: PLC0415
 
-    scheduled = isinstance(optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule)  # noqa: SLF001
-    if params.get("scale_lr") and scheduled:
+    if params.get("scale_lr") and not isinstance(optimizer._learning_rate, keras.Variable):  # noqa: SLF001
         raise ParamError(
-            "scale_lr=True needs a constant learning rate, but the optimizer has a learning rate schedule. Scale the "
-            "rates in the schedule instead."
+            "scale_lr=True needs a constant learning rate, but the optimizer has a learning rate schedule or function. "
+            "Scale the rates there instead."
         )
     passes, accumulated = params.get("backward_passes_per_step", 1), optimizer.gradient_accumulation_steps
     if passes != 1 and accumulated:

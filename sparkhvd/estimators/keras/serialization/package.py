@@ -327,12 +327,10 @@ def _are_equal(first: object, second: object) -> bool:
 
 
 def _with_schedules(used: Sequence[object]) -> list[Any]:
-    """Return the objects in nested lists and dicts, and the learning rate schedules of optimizers."""
+    """Return the objects in nested lists and dicts, and the learning rate schedules and functions of optimizers."""
     nested_objects = leaves(list(used))
-    return [
-        *nested_objects,
-        *(s for obj in nested_objects if isinstance(s := getattr(obj, "_learning_rate", None), _CONFIGURABLE)),
-    ]
+    rates = [getattr(obj, "_learning_rate", None) for obj in nested_objects]
+    return [*nested_objects, *(rate for rate in rates if isinstance(rate, (*_CONFIGURABLE, FunctionType)))]
 
 
 def _full_name(obj: object) -> str:

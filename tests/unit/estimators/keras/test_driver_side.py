@@ -117,6 +117,10 @@ def failing_loss(label, output):
     raise KeyError("my bug")
 
 
+def user_rate():
+    return 0.25
+
+
 def stateful_lstm():
     steps = keras.layers.Reshape((6, 1))
     return keras.Sequential([keras.Input(batch_shape=(2, 6)), steps, keras.layers.LSTM(3, stateful=True)])
@@ -182,6 +186,7 @@ def stateful_lstm():
             ParamError,
             "scale_lr=True needs a constant learning rate",
         ),
+        ({"optimizer": keras.optimizers.SGD(user_rate), "scale_lr": True}, ParamError, "schedule or function. Scale"),
         (
             {"metrics": [WithoutName()]},
             ParamError,
@@ -491,6 +496,13 @@ def test_a_model_with_a_user_defined_loss_and_metric_is_returned_compiled(tmp_pa
     columns = rows(4)
     evaluated = artifact.load_model(tmp_path, compiled=True).evaluate(columns["x"], columns["y"], return_dict=True)
     assert set(evaluated) == {"loss", "user_metric"}
+
+
+def test_a_function_may_compute_the_learning_rate(tmp_path):
+    trainer = PLUGIN.trainer(PLUGIN.pack(parameters(optimizer=keras.optimizers.SGD(user_rate))), spec(DATA), World())
+    assert trainer._model.optimizer.learning_rate == 0.25
+    trainer.export(tmp_path)
+    assert artifact.load_model(tmp_path, compiled=True).optimizer.learning_rate == 0.25
 
 
 def test_a_backend_without_collectives_is_rejected(monkeypatch):
