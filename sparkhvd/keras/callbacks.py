@@ -14,7 +14,7 @@ from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.comm.interface import allgather_object
 from sparkhvd.errors import ConfigError, MismatchError
 from sparkhvd.keras.optimizer import ExchangingOptimizer
-from sparkhvd.keras.variables import broadcast_variables, is_built, shared_variables
+from sparkhvd.keras.variables import broadcast_variables, is_built, refresh_constants, shared_variables
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +63,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
     def _broadcast(self) -> None:
         self._done = True
         broadcast_variables(self._variables(), self._root_rank)
+        refresh_constants(self.model)
 
     def _variables(self) -> list[Any]:
         """Return the variables to broadcast, in the same order on all ranks."""

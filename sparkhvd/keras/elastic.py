@@ -17,7 +17,7 @@ from sparkhvd.comm.elastic import loop
 from sparkhvd.comm.elastic.loop import P, Result, S
 from sparkhvd.comm.elastic.state import ObjectState, State
 from sparkhvd.errors import ConfigError, HorovodInternalError, HostsUpdatedInterrupt
-from sparkhvd.keras.variables import broadcast_variables, is_built, shared_variables
+from sparkhvd.keras.variables import broadcast_variables, is_built, refresh_constants, shared_variables
 
 __all__ = [
     "CommitStateCallback",
@@ -105,6 +105,7 @@ class KerasState(ObjectState):
             )
         for variable, value in zip(variables, self._saved_variables, strict=True):
             variable.assign(value)
+        refresh_constants(self.model)
         super().restore()
 
     def _describe_parts(self) -> list[str]:
@@ -115,6 +116,7 @@ class KerasState(ObjectState):
 
     def _broadcast(self) -> None:
         broadcast_variables(shared_variables(self.model, self.optimizer))
+        refresh_constants(self.model)
         super()._broadcast()
 
     def _saved_copy(self) -> dict[str, Any]:

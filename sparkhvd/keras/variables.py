@@ -25,6 +25,13 @@ def seed_states(model: Any) -> list[Any]:
     return list({id(generator.state): generator.state for generator in generators}.values())
 
 
+def refresh_constants(model: Any) -> None:
+    """Recompute the constants that layers derive from their variables, after these have been assigned."""
+    for layer in model._flatten_layers():  # noqa: SLF001
+        if isinstance(layer, keras.layers.Normalization):  # computes with copies of the variables that adapt() assigns
+            layer.finalize_state()
+
+
 def shared_variables(model: Any, optimizer: Any) -> list[Any]:
     """Return the variables of a built model and of its optimizer, without those that are local to a rank.
 

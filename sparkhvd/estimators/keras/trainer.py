@@ -42,7 +42,7 @@ from sparkhvd.estimators.keras.serialization.saving import CheckpointFilesCallba
 from sparkhvd.estimators.keras.statistics import LayerStatistics
 from sparkhvd.estimators.plugin import TrainHooks, TrainSpec
 from sparkhvd.keras.optimizer import DistributedOptimizer, ExchangingOptimizer
-from sparkhvd.keras.variables import broadcast_variables
+from sparkhvd.keras.variables import broadcast_variables, refresh_constants
 from sparkhvd.world import World
 
 P = ParamSpec("P")
@@ -132,6 +132,7 @@ class KerasTrainer:
         for prefix, variables in (("model", self._model.variables), ("optimizer", optimizer.variables)):
             for index, variable in enumerate(variables):
                 variable.assign(arrays[f"{prefix}.{index}"])
+        refresh_constants(self._model)
         for name, other in self._additional_optimizers().items():
             if f"trained by {name}" not in arrays:
                 continue

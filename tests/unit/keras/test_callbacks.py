@@ -22,6 +22,23 @@ def start_from_the_same(folder):
         assert np.array_equal(mine, wanted)
 
 
+def outputs_of_layers_after_a_broadcast():
+    """Adapt layers to different rows on every rank; return their outputs after a training and after a sync."""
+    features, targets = rows()
+    outputs = []
+    for _ in range(2):
+        layer = keras.layers.Normalization()
+        layer.adapt(features + hvd.rank())
+        model = keras.Sequential([keras.Input((5,)), layer, keras.layers.Dense(1)])
+        if outputs:
+            hvd.elastic.KerasState(model).sync()
+        else:
+            model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)), "mse", jit_compile=False)
+            model.fit(features, targets, verbose=0, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+        outputs.append(keras.ops.convert_to_numpy(layer(features)))
+    return outputs
+
+
 def start_without_variables():
     """Broadcast a model whose first batch creates its variables and those of its optimizer."""
     keras.utils.set_random_seed(hvd.rank())
@@ -113,6 +130,11 @@ def test_the_broadcast_warns_if_a_copied_model_trains_apart(group):
 
 def test_all_ranks_start_from_the_root(group, tmp_path):
     group.run(start_from_the_same, str(tmp_path))
+
+
+def test_ranks_normalize_rows_like_the_root_after_a_broadcast(group):
+    for outputs in zip(*group.run(outputs_of_layers_after_a_broadcast), strict=True):
+        np.testing.assert_array_equal(*outputs)
 
 
 def test_ranks_agree_if_the_first_batch_builds_the_model(group):

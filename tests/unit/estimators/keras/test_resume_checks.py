@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import keras
+import numpy as np
 import pytest
 
 from sparkhvd.errors import ParamError
@@ -12,7 +13,7 @@ from sparkhvd.estimators.keras.plugin import PLUGIN
 from sparkhvd.estimators.runs.resume_check import check_resumable
 from sparkhvd.world import World
 from tests.unit.estimators.arrays import spec
-from tests.unit.estimators.keras.networks import DATA, network, parameters
+from tests.unit.estimators.keras.networks import DATA, network, parameters, rows
 
 
 def test_the_learning_rate_of_a_resumed_run_is_scaled_by_its_ranks():
@@ -25,6 +26,19 @@ def test_the_learning_rate_of_a_resumed_run_is_scaled_by_its_ranks():
     first._model.optimizer.learning_rate = 0.01  # like a callback
     second.restore(first.state())
     assert float(second._model.optimizer.learning_rate) == pytest.approx(0.02)
+
+
+def test_a_resumed_run_normalizes_rows_as_before_although_its_new_model_was_adapted_to_other_rows():
+    def trainer(shift):
+        normalization = keras.layers.Normalization()
+        normalization.adapt(rows(9)["x"] + shift)
+        model = keras.Sequential([keras.Input((6,)), normalization, *network().layers])
+        return PLUGIN.trainer(PLUGIN.pack(parameters(model=model)), spec(DATA), World())
+
+    first, resumed = trainer(0.0), trainer(2.0)
+    first._model.optimizer.build(first._model.trainable_variables)
+    resumed.restore(first.state())
+    np.testing.assert_array_equal(resumed._model(rows(9)["x"]), first._model(rows(9)["x"]))
 
 
 @pytest.mark.parametrize(
