@@ -38,6 +38,12 @@ class RandomStates:
         self._spec = spec
         self._rank = rank
         self._hooks: TrainHooks | None = hooks  # until the first batch
+        if keras.config.backend() == "tensorflow":
+            import tensorflow as tf  # noqa: PLC0415  (only the backend in use is imported)
+
+            # For operations such as tf.random.normal, whose states cannot be saved. A graph keeps the seeds with which
+            # it is traced, and would draw the same numbers again in every epoch that sets them.
+            tf.random.set_seed(spec.seed_of(hooks.first_epoch, rank, hooks.steps_done))
 
     def begin_epoch(self, epoch: int) -> None:
         """Set the states for an epoch: different ones in every epoch, but the same ones in a resumed run."""

@@ -23,8 +23,21 @@ def draw_numbers(rank: int, hooks: Hooks, epoch: int = 1) -> dict[str, list[floa
     return {
         **numbers,
         "common": [random.random(), np.random.random()],
-        "own": [float(keras.random.uniform(())), *map(float, keras.ops.convert_to_numpy(states.variables[0]))],
+        "own": [
+            float(keras.random.uniform(())),
+            *map(float, keras.ops.convert_to_numpy(states.variables[0])),
+            *_drawn_by_operations(),
+        ],
     }
+
+
+def _drawn_by_operations() -> list[float]:
+    """Return a number from an operation with a random generator of its own; none on a backend without them."""
+    if keras.config.backend() != "tensorflow":
+        return []
+    import tensorflow as tf  # noqa: PLC0415
+
+    return [float(tf.random.uniform(())), float(tf.function(tf.random.uniform)(()))]
 
 
 def test_ranks_that_resume_an_epoch_of_others_do_not_draw_their_numbers_again(group):
