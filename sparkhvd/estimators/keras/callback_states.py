@@ -66,7 +66,9 @@ def append_to_files(callbacks: Sequence[keras.callbacks.Callback]) -> None:
 
 
 def changes_model_at_end(callback: keras.callbacks.Callback) -> bool:
-    """Return whether a callback may change the model when the training ends."""
+    """Return whether a callback may change the model, or calls the user's code, when the training ends."""
+    if isinstance(callback, keras.callbacks.LambdaCallback):
+        return "on_train_end" in vars(callback)
     if type(callback).__module__.startswith("keras."):
         return bool(getattr(callback, "restore_best_weights", False))
     return type(callback).on_train_end is not keras.callbacks.Callback.on_train_end

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from sparkhvd.errors import ParamError
+from sparkhvd.estimators.keras.callback_states import changes_model_at_end
 from sparkhvd.estimators.keras.plugin import PLUGIN
 from sparkhvd.estimators.runs.resume_check import check_resumable
 from sparkhvd.world import World
@@ -39,6 +40,11 @@ def test_a_resumed_run_normalizes_rows_as_before_although_its_new_model_was_adap
     first._model.optimizer.build(first._model.trainable_variables)
     resumed.restore(first.state())
     np.testing.assert_array_equal(resumed._model(rows(9)["x"]), first._model(rows(9)["x"]))
+
+
+def test_a_function_that_a_lambda_callback_calls_at_the_end_is_user_code():
+    assert changes_model_at_end(keras.callbacks.LambdaCallback(on_train_end=print))
+    assert not changes_model_at_end(keras.callbacks.LambdaCallback(on_train_begin=print))
 
 
 @pytest.mark.parametrize(
