@@ -28,7 +28,7 @@ from sparkhvd.errors import ConfigError, ModelOutputError, ParamError, SparkHvdE
 from sparkhvd.estimators.batch_dependence import BatchDependence
 from sparkhvd.estimators.keras.inputs import Ports, own_outputs, plan_inputs, plan_outputs
 from sparkhvd.estimators.keras.serialization import artifact
-from sparkhvd.estimators.keras.serialization.canonical import AUTOMATIC_NUMBER
+from sparkhvd.estimators.keras.serialization.canonical import AUTOMATIC_NUMBER, adapted_values
 from sparkhvd.estimators.keras.serialization.omissions import Omissions, lora_weights
 from sparkhvd.estimators.params.named_inputs import NamedInput
 from sparkhvd.estimators.params.policies import check_monitored, monitored_metrics
@@ -103,7 +103,8 @@ class KerasPlugin:
         optimizer = type(_optimizer(params, model)).__name__
         shape_by_name = dict(zip(numbered, shapes, strict=True))
         dtype_by_name = dict(zip(numbered, dtypes, strict=True))
-        return ModelFacts("Keras", optimizer, shape_by_name, (trained,), dtypes=dtype_by_name)
+        adapted = adapted_values(model)
+        return ModelFacts("Keras", optimizer, shape_by_name, (trained,), dtypes=dtype_by_name, adapted=adapted)
 
     def monitors(self, params: Mapping[str, object]) -> Mapping[str, str]:
         """See ``FrameworkPlugin.monitors``; names ``checkpoint_callback`` if ``checkpoints`` was derived from it."""

@@ -33,6 +33,8 @@ class ModelFacts:
         measures: the digest of the loss and the metrics; empty if it is unknown. It must match only if the run resumes
             within an epoch.
         dtypes: the element type of every weight, by name; empty if they are unknown.
+        adapted: the digest of what a layer has learned from rows besides weights (words, boundaries), by the layer's
+            name; empty if it is unknown.
     """
 
     framework: str
@@ -41,6 +43,7 @@ class ModelFacts:
     groups: Groups = ()
     measures: str = ""
     dtypes: Mapping[str, str] = field(default_factory=dict)
+    adapted: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Return the facts as JSON types."""
@@ -51,8 +54,8 @@ def facts_from_json(content: dict[str, Any]) -> ModelFacts:
     """Create the facts from the output of ``ModelFacts.to_json``."""
     shapes = {name: None if shape is None else tuple(shape) for name, shape in content["weights"].items()}
     groups = tuple(tuple(group) for group in content.get("groups", ()))
-    measures, dtypes = content.get("measures", ""), content.get("dtypes", {})
-    return ModelFacts(content["framework"], content["optimizer"], shapes, groups, measures, dtypes)
+    later = {name: content[name] for name in ("measures", "dtypes", "adapted") if name in content}
+    return ModelFacts(content["framework"], content["optimizer"], shapes, groups, **later)
 
 
 def measures_digest(params: Mapping[str, object]) -> str:
@@ -119,6 +122,9 @@ def _difference(before: ModelFacts, now: ModelFacts) -> str:
         more = len(differences) - 1
         verb = "differs" if more == 1 else "differ"
         return differences[0] + (f" (and {counted(more, 'more weight')} {verb})" if more else "")
+    for name, digest in before.adapted.items():
+        if now.adapted.get(name, digest) != digest:
+            return f"its layer {name!r} has other words or boundaries than this fit's model"
     if before.optimizer != now.optimizer:
         return f"its optimizer is {before.optimizer}, but this fit has {now.optimizer}"
     return _group_difference(before.groups, now.groups) if before.groups and now.groups else ""

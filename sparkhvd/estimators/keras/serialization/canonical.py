@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple
 from types import FunctionType
 from typing import TYPE_CHECKING
@@ -105,6 +107,21 @@ def _vocabulary_form(form: CanonicalForm, value: keras.Layer) -> list[object]:
     if not isinstance(value, keras.layers.StringLookup | keras.layers.IntegerLookup):
         return []
     return [form.of(value.get_vocabulary()), form.of(getattr(value, "idf_weights_const", None))]
+
+
+def adapted_values(model: keras.Model) -> dict[str, str]:
+    """Return the digests of what the layers of a model have learned in ``adapt`` besides weights, by layer name."""
+    import keras  # noqa: PLC0415  (the caller's Keras object has imported it)
+
+    values: dict[str, Sequence[object]] = {}
+    for index, layer in enumerate(_layers(model)):
+        name = f"{index}: {AUTOMATIC_NUMBER.sub('', layer.name)}"
+        if isinstance(layer, keras.layers.StringLookup | keras.layers.IntegerLookup):
+            values[name] = layer.get_vocabulary()
+        elif isinstance(layer, keras.layers.Discretization):
+            values[name] = () if layer.bin_boundaries is None else layer.bin_boundaries
+    texts = {name: json.dumps([str(item) for item in items]) for name, items in values.items()}
+    return {name: hashlib.sha256(text.encode()).hexdigest()[:32] for name, text in texts.items()}
 
 
 def _state_form(form: CanonicalForm, value: keras.Layer) -> list[object]:

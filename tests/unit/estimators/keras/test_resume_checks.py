@@ -11,7 +11,7 @@ import pytest
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.keras.callback_states import changes_model_at_end
 from sparkhvd.estimators.keras.plugin import PLUGIN
-from sparkhvd.estimators.runs.resume_check import check_resumable
+from sparkhvd.estimators.runs.resume_check import check_resumable, facts_from_json
 from sparkhvd.world import World
 from tests.unit.estimators.arrays import spec
 from tests.unit.estimators.keras.networks import DATA, network, parameters, rows
@@ -89,3 +89,24 @@ def test_a_run_is_not_resumed_with_other_layers_frozen():
         ParamError, match=r"parameter 0 of group 0 of its optimizer is '0: .*kernel', but of this fit's"
     ):
         check_resumable("run", "url", before, now)
+
+
+def facts_after_adapting(words, boundaries):
+    lookup, bins = keras.layers.StringLookup(max_tokens=4), keras.layers.Discretization(boundaries)
+    lookup.adapt(np.array(words))
+    first, second = keras.Input((1,), dtype="string"), keras.Input((1,))
+    embedded = [keras.layers.Embedding(4, 2)(values) for values in (lookup(first), bins(second))]
+    model = keras.Model([first, second], keras.layers.Dense(3)(keras.layers.Concatenate()(embedded)))
+    return facts_from_json(PLUGIN.facts(parameters(model=model)).to_json())
+
+
+def test_a_run_is_not_resumed_with_layers_that_were_adapted_to_other_values():
+    before = facts_after_adapting(["a", "b", "b"], [0.0, 1.0])
+    check_resumable("run", "url", before, facts_after_adapting(["b", "a", "b"], [0.0, 1.0]))
+    check_resumable("run", "url", replace(before, adapted={}), before)  # of a checkpoint of an older version
+    for words, boundaries, name in (
+        (["a", "a", "b"], [0.0, 1.0], "string_lookup"),
+        (["a", "b", "b"], [0.0], "discret"),
+    ):
+        with pytest.raises(ParamError, match=f"its layer '.*{name}.*' has other words or boundaries than this fit's"):
+            check_resumable("run", "url", before, facts_after_adapting(words, boundaries))
