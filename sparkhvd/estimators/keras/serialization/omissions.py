@@ -5,7 +5,8 @@ The file omits:
 - which layers of a subclassed model, and which individual variables, are frozen;
 - which variables the optimizer excludes from weight decay;
 - attributes of user-written layers that their ``get_config`` does not return;
-- arguments of Keras' own losses and metrics, such as ``Huber.delta``.
+- arguments of Keras' own losses and metrics, such as ``Huber.delta``;
+- ``lora_alpha`` of ``Dense`` and ``Embedding``: Keras saves it, but does not load it.
 
 The file would also corrupt some words of adapted layers; ``vocabularies_in_configs`` prevents this.
 """
@@ -35,6 +36,7 @@ class Omissions:
         attributes: the public attributes of each user-written layer that are numbers, booleans, strings or None.
         arguments: ``function_arguments`` of each loss and metric that the model is compiled with; None if an argument
             is not a plain value.
+        lora_alphas: the ``lora_alpha`` of each layer with LoRA; None in versions of Keras without it.
     """
 
     trained_layers: tuple[bool, ...] = ()
@@ -42,6 +44,7 @@ class Omissions:
     decayed: tuple[bool, ...] = ()
     attributes: tuple[Mapping[str, PlainValue], ...] = ()
     arguments: tuple[Mapping[str, object] | None, ...] = ()
+    lora_alphas: tuple[float | None, ...] = ()
 
     @classmethod
     def of(cls, model: keras.Model, optimizer: keras.optimizers.Optimizer | None = None) -> Self:
@@ -52,6 +55,7 @@ class Omissions:
             decayed=() if decaying is None else tuple(bool(decaying._use_weight_decay(w)) for w in _weights(model)),  # noqa: SLF001
             attributes=tuple(_attributes(layer) for layer in _layers(model) if is_written_by_user(layer)),
             arguments=tuple(_plain(function_arguments(function)) for function in _losses_and_metrics(model)),
+            lora_alphas=tuple(getattr(layer, "lora_alpha", None) for layer in _lora_layers(model)),
         )
 
     @classmethod
@@ -80,6 +84,9 @@ class Omissions:
             for name, value in attributes.items():
                 if name not in vars(layer) or vars(layer)[name] != value:
                     setattr(layer, name, value)
+        for layer, alpha in zip(_lora_layers(model), self.lora_alphas, strict=False):
+            if alpha is not None:
+                layer.lora_alpha = alpha
 
     def restore_functions(self, model: keras.Model) -> None:
         """Restore the arguments of losses and metrics in a compiled model that was loaded from the file."""
@@ -99,9 +106,23 @@ class Omissions:
 def lora_weights(model: keras.Model) -> list[list[keras.Variable]]:
     """Return the weights of every layer with LoRA.
 
-    A file merges the weights of a layer into one matrix. Keras loads both LoRA matrices as zeros, which never learn.
+    A file merges the weights of a layer into one matrix, and Keras loads zeros for both LoRA matrices.
     """
-    return [list(layer.weights) for layer in _layers(model) if getattr(layer, "lora_enabled", False)]
+    return [list(layer.weights) for layer in _lora_layers(model)]
+
+
+def initialize_lora(model: keras.Model) -> None:
+    """Make the LoRA matrices of a loaded model learn: the gradients of two matrices of zeros are zero.
+
+    As in ``enable_lora``, the first matrix becomes random, and the second one stays zero.
+    """
+    import keras  # noqa: PLC0415  (loading sets Keras' backend before it imports Keras)
+
+    for seed, layer in enumerate(_lora_layers(model)):
+        for name in ("lora_kernel_a", "lora_embeddings_a"):
+            matrix = getattr(layer, name, None)
+            if matrix is not None and not keras.ops.convert_to_numpy(matrix).any():
+                matrix.assign(keras.initializers.HeUniform(seed)(matrix.shape, matrix.dtype))
 
 
 def function_arguments(value: object) -> dict[str, object] | None:
@@ -137,6 +158,10 @@ def _plain(arguments: Mapping[str, object] | None) -> Mapping[str, object] | Non
 
 def _layers(model: keras.Model) -> list[keras.Layer]:
     return list(model._flatten_layers())  # noqa: SLF001  (no public way to list nested layers)
+
+
+def _lora_layers(model: keras.Model) -> list[keras.Layer]:
+    return [layer for layer in _layers(model) if getattr(layer, "lora_enabled", False)]
 
 
 def _weights(model: keras.Model) -> list[keras.Variable]:

@@ -26,6 +26,7 @@ from sparkhvd.estimators.keras.inputs import Ports, plan_inputs, plan_outputs
 from sparkhvd.estimators.keras.serialization.omissions import (
     Omissions,
     function_arguments,
+    initialize_lora,
     is_written_by_user,
     leaves,
     lora_weights,
@@ -145,6 +146,7 @@ class Package:
         if self.lora:
             for weight, value in zip(chain(*lora_weights(model)), self.lora, strict=True):
                 weight.assign(value)
+            initialize_lora(model)  # the user may have loaded the model from a file
         with keras.saving.custom_object_scope(self.objects):
             optimizer = from_configs(self.optimizer)
             loss, metrics = from_configs(self.loss), from_configs(self.metrics)
@@ -220,21 +222,25 @@ def load(
         # Keras skips the state of an optimizer that does not train the frozen variables; the state is loaded below.
         warnings.filterwarnings("ignore", "Skipping variable loading for optimizer", UserWarning)
         model = keras.saving.load_model(path, compile=compiled, safe_mode=False)
-        if omissions is None:
-            return model
-        trained = len(model.trainable_variables)
-        omissions.restore(model)
-        optimizer = getattr(model, "optimizer", None) if compiled else None
-        if compiled:
-            omissions.restore_functions(model)
-        if optimizer is None:
-            return model
-        if len(model.trainable_variables) != trained:
-            optimizer = model.optimizer = type(optimizer).from_config(optimizer.get_config())
-            optimizer.build(model.trainable_variables)
-            model.load_weights(path)
-        omissions.restore_decay(optimizer, model)
+        if omissions is not None:
+            _restore_omissions(model, path, omissions, compiled=compiled)
+        initialize_lora(model)
         return model
+
+
+def _restore_omissions(model: keras.Model, path: Path, omissions: Omissions, *, compiled: bool) -> None:
+    trained = len(model.trainable_variables)
+    omissions.restore(model)
+    optimizer = getattr(model, "optimizer", None) if compiled else None
+    if compiled:
+        omissions.restore_functions(model)
+    if optimizer is None:
+        return
+    if len(model.trainable_variables) != trained:
+        optimizer = model.optimizer = type(optimizer).from_config(optimizer.get_config())
+        optimizer.build(model.trainable_variables)
+        model.load_weights(path)
+    omissions.restore_decay(optimizer, model)
 
 
 def custom_objects_of(

@@ -184,13 +184,33 @@ def test_layers_with_their_vocabulary_in_the_configuration_stay_unchanged(tmp_pa
     np.testing.assert_array_equal(again.predict(batch, verbose=0), model.predict(batch, verbose=0))
 
 
-def test_a_layer_with_lora_keeps_its_trainable_matrices():
+def test_a_layer_with_lora_keeps_its_trainable_matrices_and_their_scale():
     model = network()
     model.layers[0].enable_lora(2)
+    model.layers[0].lora_alpha = 6
     built = trainer_of(model)._model
     for one, other in zip(built.layers[0].weights, model.layers[0].weights, strict=True):
         np.testing.assert_array_equal(one, other)
+    assert built.layers[0].lora_alpha == 6
     assert trained(built) == trained(model)
+    model.layers[0].lora_kernel_a.assign(np.zeros((6, 2)))  # as Keras loads a model
+    assert np.any(trainer_of(model)._model.layers[0].lora_kernel_a)
+
+
+def test_a_trained_model_with_lora_can_learn_further(tmp_path):
+    tokens = keras.Input((2,), dtype="int32")
+    embedded = keras.layers.Flatten()(keras.layers.Embedding(5, 4)(tokens))
+    model = keras.Model(tokens, keras.layers.Dense(3)(embedded))
+    for layer in (model.layers[1], model.layers[3]):
+        layer.enable_lora(2)
+        layer.lora_alpha = 6
+        layer.trainable_variables[-1].assign(np.ones(layer.trainable_variables[-1].shape))
+    artifact.save(tmp_path, model, {}, Ports((), "single"), Ports((), "single"))
+    again, batch = artifact.load_model(tmp_path, compiled=False), np.array([[0, 1], [2, 4]])
+    np.testing.assert_allclose(again(batch), model(batch), rtol=1e-4, atol=1e-5)
+    for layer in (again.layers[1], again.layers[3]):
+        assert layer.lora_alpha == 6
+        assert [bool(np.any(matrix)) for matrix in layer.trainable_variables[-2:]] == [True, False]
 
 
 class Weighted(keras.losses.Loss):
