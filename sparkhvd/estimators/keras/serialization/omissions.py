@@ -174,33 +174,44 @@ def vocabularies_in_configs(model: keras.Model) -> Iterator[None]:
     """Store vocabularies in the configurations of their layers, if necessary, while a model is saved in this block.
 
     Keras saves a vocabulary as a text file with one word per line. Such a file cannot hold words with line breaks, or
-    an empty last word: Keras would load other words, or reject the file because of duplicates.
+    an empty last word: Keras would load other words, or reject the file because of duplicates. If a layer was created
+    with a vocabulary, Keras saves that one, even after ``set_vocabulary`` has replaced it.
     """
-    lookups = [lookup for lookup in map(_lookup, _layers(model)) if lookup is not None and not _fits_into_lines(lookup)]
+    lookups = [lookup for lookup in map(_lookup, _layers(model)) if lookup is not None and not _is_saved(lookup)]
+    before = [(lookup.input_vocabulary, lookup.input_idf_weights) for lookup in lookups]
     for lookup in lookups:
-        lookup.input_vocabulary = [str(word) for word in lookup.get_vocabulary()]
+        lookup.input_vocabulary = _words(lookup)
         if lookup.output_mode == "tf_idf":
             lookup.input_idf_weights = lookup.idf_weights_const.numpy().tolist()
     try:
         yield
     finally:
-        for lookup in lookups:
-            lookup.input_vocabulary = lookup.input_idf_weights = None
+        for lookup, (words, weights) in zip(lookups, before, strict=True):
+            lookup.input_vocabulary, lookup.input_idf_weights = words, weights
 
 
-def _lookup(layer: keras.Layer) -> keras.layers.StringLookup | None:
-    """Return the lookup layer with the words that a text layer was adapted to; None if there is none."""
+def _lookup(layer: keras.Layer) -> keras.layers.StringLookup | keras.layers.IntegerLookup | None:
+    """Return the lookup layer with the vocabulary of a layer; None if there is none."""
     import keras  # noqa: PLC0415  (loading sets Keras' backend before it imports Keras)
 
-    if not isinstance(layer, keras.layers.StringLookup | keras.layers.TextVectorization):
-        return None
-    lookup = getattr(layer, "_lookup_layer", layer)
-    return lookup if lookup.input_vocabulary is None else None  # else the configuration already has the words
+    kinds = keras.layers.StringLookup | keras.layers.IntegerLookup | keras.layers.TextVectorization
+    return getattr(layer, "_lookup_layer", layer) if isinstance(layer, kinds) else None
 
 
-def _fits_into_lines(lookup: keras.layers.StringLookup) -> bool:
-    words = [str(word) for word in lookup.get_vocabulary()]
-    return "\n".join(words).splitlines() == words
+def _words(lookup: keras.layers.StringLookup | keras.layers.IntegerLookup, **options: bool) -> list[str | int]:
+    import keras  # noqa: PLC0415  (loading sets Keras' backend before it imports Keras)
+
+    kind: type[str] | type[int] = int if isinstance(lookup, keras.layers.IntegerLookup) else str
+    return [kind(word) for word in lookup.get_vocabulary(**options)]
+
+
+def _is_saved(lookup: keras.layers.StringLookup | keras.layers.IntegerLookup) -> bool:
+    """Return whether Keras saves the vocabulary of a lookup layer correctly, in its configuration or as lines."""
+    words = _words(lookup)
+    if lookup.input_vocabulary is None:
+        lines = list(map(str, words))
+        return "\n".join(lines).splitlines() == lines
+    return list(lookup.input_vocabulary) in (words, _words(lookup, include_special_tokens=False))
 
 
 def is_written_by_user(value: object) -> bool:

@@ -164,6 +164,18 @@ def test_characters_that_are_line_breaks_are_weighted_by_their_frequency(tmp_pat
     np.testing.assert_array_equal(again.predict(batch, verbose=0), model.predict(batch, verbose=0))
 
 
+@pytest.mark.parametrize(
+    "layer", [keras.layers.StringLookup(vocabulary=["a", "b"]), keras.layers.IntegerLookup(vocabulary=[1, 2])]
+)
+def test_a_vocabulary_that_replaced_the_one_of_the_constructor_is_kept(layer):
+    original = layer.input_vocabulary
+    layer.set_vocabulary(original[::-1])
+    model = keras.Sequential([keras.Input((1,), dtype=layer.vocabulary_dtype), layer])
+    built = model_from_bytes(model_to_bytes(model), {})
+    assert built.layers[-1].get_vocabulary() == layer.get_vocabulary()
+    assert layer.input_vocabulary is original  # saving leaves the layer unchanged
+
+
 class Glossary(keras.layers.Layer):
     """A layer with a ``get_vocabulary`` whose arguments differ from those of Keras's lookup layers."""
 
