@@ -31,7 +31,7 @@ class MetricSums:
         self._earlier: list[dict[str, npt.NDArray[np.generic]]] = []
 
     def begin(self, earlier: Sequence[bytes] = ()) -> None:
-        """Record the values at the start of an epoch or a validation; a metric that is not reset starts above zero.
+        """Record the values at the start of an epoch or a validation; a metric that is not reset keeps its sum.
 
         Args:
             earlier: results of ``state`` from the part of the epoch before an interruption, which this rank takes over.

@@ -1,4 +1,4 @@
-"""The buffers of PyTorch modules in a Keras model. Keras does not track them: it makes only parameters variables."""
+"""The buffers of PyTorch modules in a Keras model. Keras tracks only the parameters of such modules."""
 
 from __future__ import annotations
 
