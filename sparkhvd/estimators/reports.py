@@ -103,7 +103,8 @@ class StepReport:
         steps: batches of the whole epoch.
         loss: the loss of this rank in this step; None if the rank had no rows.
         sums: this rank's metrics of the epoch so far, as in ``EpochReport.train``, without those in ``metrics``.
-        rank_state: returns this rank's own state that a resumed run needs, such as the state of random numbers.
+        rank_state: returns this rank's own state that a resumed run needs, such as the state of random numbers; called
+            after ``synchronize``.
         whole: whether the trainer's state is complete; False while gradients accumulate over several batches.
         synchronize: synchronizes the state that each rank updates on its own, such as running statistics; a
             collective, called before a checkpoint within the epoch.

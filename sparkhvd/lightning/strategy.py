@@ -274,10 +274,14 @@ class RankStrategy:
         module: torch.nn.Module = self.lightning_module
         return module
 
-    def synchronize_buffers(self) -> None:
-        """Average the buffers over the ranks, so that the validated model is the saved one; collective."""
-        if self._fitting and not self._is_ending():
-            synchronize_buffers(self.module_with_buffers(), self.weight_of_buffers())
+    def synchronize_buffers(self) -> dict[str, torch.Tensor]:
+        """Average the buffers over the ranks, so that the validated model is the saved one; collective.
+
+        Returns this rank's own values of the buffers that differed.
+        """
+        if not self._fitting or self._is_ending():
+            return {}
+        return synchronize_buffers(self.module_with_buffers(), self.weight_of_buffers())
 
     def on_validation_start(self) -> None:
         """Synchronize buffers, to validate the model that a checkpoint would contain."""

@@ -20,7 +20,7 @@ _AS_NUMPY = {torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
 
 
 @torch.no_grad()
-def synchronize_buffers(module: torch.nn.Module, weight: float, name: str = "buffers") -> None:
+def synchronize_buffers(module: torch.nn.Module, weight: float, name: str = "buffers") -> dict[str, torch.Tensor]:
     """Make the buffers of a module equal on all ranks; collective.
 
     Running statistics become the mean over the ranks, and buffers of other dtypes become those of one rank: see
@@ -30,6 +30,9 @@ def synchronize_buffers(module: torch.nn.Module, weight: float, name: str = "buf
         module: the model, with the same submodules on every rank.
         weight: the weight of this rank's buffers, such as the number of rows that changed them.
         name: the operation's name, equal on all ranks.
+
+    Returns:
+        This rank's own values of the buffers that differed, which ``take_buffers`` sets again.
     """
     arrays = buffer_arrays(module)
     agreed = agree(
@@ -40,7 +43,9 @@ def synchronize_buffers(module: torch.nn.Module, weight: float, name: str = "buf
         never_averaged=_unit_vectors_and_masks(module),
         name=name,
     )
+    own = {key: module.get_buffer(key).clone() for key in agreed if key in arrays}
     take_buffers(module, {key: torch.from_numpy(array) for key, array in agreed.items()})
+    return own
 
 
 def buffer_arrays(module: torch.nn.Module) -> dict[str, npt.NDArray[np.generic]]:

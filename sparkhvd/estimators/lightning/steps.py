@@ -39,7 +39,7 @@ from sparkhvd.estimators.torch.losses.divisors import counted_rows
 from sparkhvd.estimators.torch.renormalization import Renormalization, rows_keep_their_norms
 from sparkhvd.estimators.torch.schedule import RATES, refuse_own_rates, scale_schedule
 from sparkhvd.lightning.reductions import reduce_op as find_reduce_op
-from sparkhvd.torch.buffers import buffers_unchanged, synchronize_buffers
+from sparkhvd.torch.buffers import buffers_unchanged, synchronize_buffers, take_buffers
 from sparkhvd.torch.sync_batch_norm import synchronized_layers
 
 if TYPE_CHECKING:
@@ -121,6 +121,7 @@ class EstimatorSteps:
     resumable = False
     attributes: ChangedAttributes
     frozen: Sequence[str] | None = None  # the parameters to freeze when the run resumes
+    own_buffers: Mapping[str, Any] | None = None  # while the module has those of a checkpoint within an epoch
     _validates_every: float | None = None
     _weight_of_logged: float | None = None  # the weight of the value that a step is logging
     _renormalization: Renormalization | None = None
@@ -150,12 +151,14 @@ class EstimatorSteps:
         """See ``RankStrategy``; a loss may have buffers, too, such as running means of what it has seen."""
         return torch.nn.ModuleList([self.lightning_module, self.losses])
 
-    def synchronize_buffers(self) -> None:
+    def synchronize_buffers(self) -> dict[str, torch.Tensor]:
         """Synchronize, except while only this rank saves a checkpoint or after the end: rank 0's model is returned."""
-        if not self.saves_alone and not self.ended:
-            super().synchronize_buffers()  # type: ignore[misc]
-            self.feed.rows_of_buffers = 0
-            self._renormalize()
+        if self.saves_alone or self.ended:
+            return {}
+        own: dict[str, torch.Tensor] = super().synchronize_buffers()  # type: ignore[misc]
+        self.feed.rows_of_buffers = 0
+        self._renormalize()
+        return own
 
     def on_train_start(self) -> None:
         """Prepare to resume within an epoch; this is the last hook before the first epoch.
@@ -171,6 +174,7 @@ class EstimatorSteps:
             trainer = self.lightning_module.trainer
             repeat_epoch_start_hooks(trainer, self.call)
             self._validates_every, trainer.val_check_batch = trainer.val_check_batch, math.inf
+            self.take_own_buffers()
         self.attributes.owners.update(
             {f"optimizer {index}": optimizer for index, optimizer in enumerate(self.optimizers)}
         )
@@ -182,22 +186,43 @@ class EstimatorSteps:
         self.synchronize_copies()
         self.attributes.agree()
 
-    def synchronize_copies(self) -> None:
-        """Synchronize the buffers of modules that callbacks keep, such as moving averages; collective."""
+    def synchronize_within_epoch(self) -> None:
+        """Synchronize for a checkpoint within an epoch, until ``take_own_buffers()``; collective."""
+        rows, rows_of_copies = self.feed.rows_of_buffers, self.feed.rows_of_copies
+        own, of_copies = self.synchronize_buffers(), self.synchronize_copies()
+        self.own_buffers = {"values": own, "rows": rows, "copies": of_copies, "rows_of_copies": rows_of_copies}
+        self.attributes.agree()
+
+    def take_own_buffers(self) -> None:
+        """Continue with this rank's own buffers after a checkpoint within an epoch, see ``rank_state``."""
+        own, self.own_buffers = self.own_buffers, None
+        if own is not None:
+            take_buffers(self.module_with_buffers(), own["values"])
+            take_buffers(torch.nn.ModuleDict(self._copies()), own["copies"])
+            self.feed.rows_of_buffers, self.feed.rows_of_copies = own["rows"], own["rows_of_copies"]
+
+    def _copies(self) -> dict[str, torch.nn.Module]:
+        """Return the modules that callbacks keep, by names that are the same on all ranks."""
         own = {id(module) for part in (self.lightning_module, self.losses) for module in part.modules()}
         callbacks: Sequence[object] = self.lightning_module.trainer.callbacks  # type: ignore[attr-defined]
-        copies = {
+        return {
             f"{index} {name}".replace(".", " "): module
             for index, callback in enumerate(callbacks)
             for name, module in _modules_in(vars(callback))
             if id(module) not in own
         }
+
+    def synchronize_copies(self) -> dict[str, torch.Tensor]:
+        """Synchronize the buffers of modules that callbacks keep, such as moving averages; collective.
+
+        Returns this rank's own values of the buffers that differed.
+        """
+        copies = self._copies()
         names = objects.allgather_object(session.current(), sorted(copies), name="modules of callbacks")
         common = set(names[0]).intersection(*names)  # a callback may keep a module on one rank only
-        if common:
-            modules = {name: copies[name] for name in sorted(common)}
-            synchronize_buffers(torch.nn.ModuleDict(modules), self.feed.rows_of_copies, "buffers of callbacks")
-        self.feed.rows_of_copies = 0
+        modules = torch.nn.ModuleDict({name: copies[name] for name in sorted(common)})
+        rows, self.feed.rows_of_copies = self.feed.rows_of_copies, 0
+        return synchronize_buffers(modules, rows, "buffers of callbacks") if common else {}
 
     def batch_to_device(self, batch: object, *rest: object, **named: object) -> object:
         """Move a batch as Lightning begins it, before any of its hooks; its share is now the current one."""

@@ -48,7 +48,7 @@ from sparkhvd.estimators.torch.checkpoint.attributes import ChangedAttributes
 from sparkhvd.estimators.torch.checkpoint.frozen import freeze_only, frozen_parameters
 from sparkhvd.estimators.torch.checkpoint.optimizer_groups import load_with_groups
 from sparkhvd.estimators.torch.checkpoint.pruning import pruning_masks
-from sparkhvd.estimators.torch.checkpoint.randomness import random_state, restore_random, seed_generators
+from sparkhvd.estimators.torch.checkpoint.rank_state import own_buffers, rank_state, restore_random, seed_generators
 from sparkhvd.estimators.torch.checkpoint.safe_state import refuse_unsafe
 from sparkhvd.estimators.torch.inputs import model_dtype
 from sparkhvd.estimators.torch.losses.divisors import loss_divisors
@@ -257,6 +257,8 @@ class LightningTrainer:
             # With fewer ranks, more steps may remain than ``train_steps_per_epoch`` allows for a whole epoch.
             self._run_callback.batches_left = left if left > len(feed.train) else None
         feed.train.begin_within(hooks.first_epoch, hooks.first_step, done)
+        if hooks.rank_state is not None:
+            strategy_of(self._trainer).own_buffers = own_buffers(hooks.rank_state)
         feed.within_epoch = True
         return done
 
@@ -505,7 +507,7 @@ class RunCallback:
                 "data_module trains with its own loader, whose position within an epoch cannot be saved. Use the "
                 f"loader that is passed to data_module, or leave {self._resume_setting} out."
             )
-        self._batches = batch + 1
+        self._batches, strategy = batch + 1, strategy_of(trainer)
         # A checkpoint does not contain accumulated gradients, so it must follow an optimizer step.
         stepped, self._optimizer_steps = trainer.global_step > self._optimizer_steps, int(trainer.global_step)
         report = StepReport(
@@ -514,12 +516,13 @@ class RunCallback:
             int(trainer.num_training_batches) - self.batches_before,
             feed.loss,
             lambda: {"loss": feed.sums.get("train", (0.0, 0))},
-            lambda: random_state(trainer.strategy.root_device),
+            lambda: rank_state(strategy.root_device, strategy.own_buffers),
             whole=stepped and not validates_after(trainer, self._batches) and not self._ends_at_this_batch(),
-            synchronize=strategy_of(trainer).synchronize_state,
+            synchronize=strategy.synchronize_within_epoch,
             metrics=lambda: feed.values.state(trainer, feed.sums.get("validation", (0.0, 0))),
         )
         self._hooks.on_step_end(report, self._owner)
+        strategy.take_own_buffers()
 
     def _ends_at_this_batch(self) -> bool:
         """Return whether the training ends at this batch. A run that resumed here would train the rest of the epoch."""

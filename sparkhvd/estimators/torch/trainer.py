@@ -25,7 +25,7 @@ from sparkhvd.estimators.torch.checkpoint.attributes import ChangedAttributes
 from sparkhvd.estimators.torch.checkpoint.frozen import freeze_only, frozen_parameters
 from sparkhvd.estimators.torch.checkpoint.optimizer_groups import load_with_groups, named_groups, options_unchanged
 from sparkhvd.estimators.torch.checkpoint.pruning import prune_only, pruning_masks
-from sparkhvd.estimators.torch.checkpoint.randomness import random_state, restore_random, seed_generators
+from sparkhvd.estimators.torch.checkpoint.rank_state import own_buffers, rank_state, restore_random, seed_generators
 from sparkhvd.estimators.torch.checkpoint.safe_state import is_loadable, plain_numbers
 from sparkhvd.estimators.torch.inputs import plan_inputs
 from sparkhvd.estimators.torch.losses.divisors import loss_divisors
@@ -84,6 +84,7 @@ class TorchTrainer:
         self._forward = Forward(self._model, self._inputs, package.objective, package.stepping, self._device)
         self._renormalization = Renormalization(package.model)
         self._rows_of_buffers = 0  # rows that changed this rank's buffers since their last synchronization
+        self._own_buffers: dict[str, Any] | None = None  # while the model has those of a checkpoint within an epoch
         divisors = loss_divisors(package.objective, spec.schema, spec.labels)
         self._stepper = Stepper(self._forward, package.stepping, divisors, spec.sample)
         losses = {f"losses[{index}]": loss for index, loss in enumerate(package.objective.loss_modules())}
@@ -215,6 +216,8 @@ class TorchTrainer:
         seed_generators(self._spec.seed_of(epoch, self._world.rank, hooks.steps_done))
         if (state := hooks.rank_state) is not None:
             restore_random(state, self._device)
+            self._own_buffers = own_buffers(state)
+            self._take_own_buffers()
 
     def _train(
         self, source: BatchSource, epoch: int, hooks: TrainHooks, run: TorchRun, watch: Stopwatch
@@ -243,24 +246,39 @@ class TorchTrainer:
                     steps,
                     loss,
                     measures.sums,
-                    lambda: random_state(self._device),
-                    synchronize=self._synchronize_state,
+                    lambda: rank_state(self._device, self._own_buffers),
+                    synchronize=self._synchronize_within_epoch,
                     metrics=measures.state,
                     wants_end=run.stop,
                 )
                 hooks.on_step_end(report, self)
+                self._take_own_buffers()
                 watch.lap("compute")
         return measures
 
-    def _synchronize_buffers(self) -> None:
-        # A loss may have buffers, too, such as running means of what it has seen.
-        modules = torch.nn.ModuleList([self._model, *self._package.objective.loss_modules()])
-        synchronize_buffers(modules, self._rows_of_buffers)
+    def _modules(self) -> torch.nn.ModuleList:
+        """Return all modules with buffers: a loss may have some, too, such as running means of what it has seen."""
+        return torch.nn.ModuleList([self._model, *self._package.objective.loss_modules()])
+
+    def _synchronize_buffers(self) -> dict[str, torch.Tensor]:
+        own = synchronize_buffers(self._modules(), self._rows_of_buffers)
         self._rows_of_buffers = 0
+        return own
 
     def _synchronize_state(self) -> None:
         self._synchronize_buffers()
         self._attributes.agree()
+
+    def _synchronize_within_epoch(self) -> None:
+        rows = self._rows_of_buffers
+        self._own_buffers = {"values": self._synchronize_buffers(), "rows": rows}
+        self._attributes.agree()
+
+    def _take_own_buffers(self) -> None:
+        """Continue with this rank's own buffers after a checkpoint within an epoch, see ``rank_state``."""
+        if self._own_buffers is not None:
+            take_buffers(self._modules(), self._own_buffers["values"])
+            self._rows_of_buffers, self._own_buffers = self._own_buffers["rows"], None
 
     @torch.no_grad()
     def _validate(self, source: BatchSource, epoch: int) -> EpochMetrics:

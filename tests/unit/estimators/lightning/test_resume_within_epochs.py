@@ -112,17 +112,8 @@ def test_a_run_interrupted_within_an_epoch_ends_like_an_uninterrupted_one(group,
         assert np.array_equal(wanted, resumed)
 
 
-class Synchronizing(Hooks):
-    """Synchronizes after six batches of the second epoch, as before a checkpoint."""
-
-    def on_step_end(self, report, trainer):
-        super().on_step_end(report, trainer)
-        if (report.epoch, report.step) == (1, 6):
-            report.synchronize()
-
-
 class SynchronizingInterrupted(Interrupting):
-    """Also synchronizes there."""
+    """Synchronizes after six batches of the second epoch, as before a checkpoint."""
 
     def on_step_end(self, report, trainer):
         if (report.epoch, report.step) == (1, 6):
@@ -146,14 +137,14 @@ def interrupted_with_moving_averages():
         weights = {name: value.tolist() for name, value in trainer._package.model.state_dict().items()}
         return weights, average_over_ranks(hooks.reports[-1], session.current()).validation
 
-    undisturbed, interrupting = trained(Synchronizing()), SynchronizingInterrupted()
+    undisturbed, interrupting = trained(Hooks()), SynchronizingInterrupted()
     with pytest.raises(InterruptedError):
         trained(interrupting)
     state, own = interrupting.found
     return undisturbed, trained(Hooks(first_epoch=1, first_step=6, rank_state=own), hvd.broadcast_object(state, 0))
 
 
-def test_moving_averages_of_running_statistics_resume_as_if_uninterrupted(group):
+def test_running_statistics_and_their_moving_averages_resume_as_if_without_a_checkpoint(group):
     results = group.run(interrupted_with_moving_averages)
     for (weights, validation), (resumed_weights, resumed_validation) in results:
         assert resumed_validation == pytest.approx(validation, rel=1e-6)

@@ -368,7 +368,10 @@ def normalized_trainer(**more):
 
 
 def train_with_buffers(sizes):
-    """Return the loss of a validation, the loss of rank 0's model after it, and the states of both runs."""
+    """Return the loss of a validation, the loss of rank 0's model after it, and the states of all runs.
+
+    The runs are one with a checkpoint, the one that resumes from it, and one without any.
+    """
     world = session.current().world
     rows_of_rank = source(sizes, world.rank, world.size)
     trainer, hooks = normalized_trainer(), AtStep()
@@ -378,12 +381,15 @@ def train_with_buffers(sizes):
     again = normalized_trainer()
     again.restore(kept)
     again.fit(rows_of_rank, None, Hooks(first_step=7, rank_state=rank_state))
+    without = normalized_trainer()
+    without.fit(rows_of_rank, None, Hooks())
     model = hvd.broadcast_object(trainer._model).eval()
     data = rows_of_rank.columns
     with torch.no_grad():
         wanted = functional.cross_entropy(model(torch.from_numpy(data["x"]).float()), torch.from_numpy(data["y"]))
     states = [
-        {**dict(each._model.named_parameters()), **dict(each._model.named_buffers())} for each in (trainer, again)
+        {**dict(each._model.named_parameters()), **dict(each._model.named_buffers())}
+        for each in (trainer, again, without)
     ]
     return loss, wanted.item(), [{name: value.detach().numpy() for name, value in each.items()} for each in states]
 
