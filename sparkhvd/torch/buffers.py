@@ -68,10 +68,11 @@ def take_buffers(module: torch.nn.Module, values: Mapping[str, torch.Tensor]) ->
 
 
 def take_new_buffers(module: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-    """Set the buffers that are None from a state, because ``load_state_dict`` does not expect keys for them."""
+    """Set the buffers from a state that ``load_state_dict`` cannot set: it needs a buffer with memory of its own."""
     for path, part in module.named_modules():
-        absent = [f"{path}.{name}" if path else name for name, buffer in part._buffers.items() if buffer is None]  # noqa: SLF001
-        take_buffers(module, {key: state[key] for key in absent if key in state})
+        names = [name for name, buffer in part._buffers.items() if buffer is None or _is_expanded(buffer)]  # noqa: SLF001
+        keys = [f"{path}.{name}" if path else name for name in names]
+        take_buffers(module, {key: state[key] for key in keys if key in state})
 
 
 @contextmanager
@@ -98,6 +99,11 @@ def _is_plain(buffer: torch.Tensor) -> bool:
     if torch.nn.parameter.is_lazy(buffer) or buffer.is_meta:
         return False
     return buffer.layout is torch.strided and not buffer.is_quantized
+
+
+def _is_expanded(buffer: torch.Tensor) -> bool:
+    """Return whether several elements of a buffer have one location."""
+    return _is_plain(buffer) and 0 in buffer.stride()
 
 
 def _array(buffer: torch.Tensor) -> npt.NDArray[np.generic]:
@@ -132,13 +138,13 @@ def _unit_vectors_and_masks(module: torch.nn.Module) -> set[str]:
 
 
 def _overwrite(module: torch.nn.Module, key: str, buffer: torch.Tensor | None, value: torch.Tensor) -> None:
-    if buffer is not None and buffer.shape == value.shape and 0 not in buffer.stride():
+    if buffer is not None and buffer.shape == value.shape and not _is_expanded(buffer):
         buffer.copy_(value)
         return
     path, _, name = key.rpartition(".")
     owner: Any = module.get_submodule(path)
     device = next((tensor.device for tensor in (*owner.buffers(), *module.parameters())), torch.device("cpu"))
     if name in owner._buffers:  # noqa: SLF001  (torch has no public way to replace a buffer that is None)
-        owner._buffers[name] = value.to(device, None if buffer is None else buffer.dtype)  # noqa: SLF001
+        owner._buffers[name] = value.to(device, None if buffer is None else buffer.dtype).clone()  # noqa: SLF001
     else:
         owner.register_buffer(name, value.to(device))

@@ -13,6 +13,7 @@ from sparkhvd.comm.elastic.loop import run
 from sparkhvd.comm.elastic.sampler import ElasticSampler
 from sparkhvd.comm.elastic.state import ObjectState, State
 from sparkhvd.errors import ConfigError, HorovodInternalError, HostsUpdatedInterrupt
+from sparkhvd.torch.buffers import take_new_buffers
 from sparkhvd.torch.optimizer.exchange import ExchangingOptimizer
 from sparkhvd.torch.states import broadcast_optimizer_state, broadcast_parameters, load_optimizer_state
 
@@ -136,7 +137,11 @@ class _ModelPart:
         self.saved = _copied(self._model.state_dict(), self.saved, {})
 
     def restore(self) -> None:
-        self._model.load_state_dict(copy.deepcopy(self.saved))  # a module may keep what it loads
+        self._load(copy.deepcopy(self.saved))  # a module may keep what it loads
+
+    def _load(self, state: dict[str, Any]) -> None:
+        take_new_buffers(self._model, state)
+        self._model.load_state_dict(state)
 
     def sync(self) -> None:
         state = self._model.state_dict()
@@ -144,7 +149,7 @@ class _ModelPart:
         others = {name: value for name, value in state.items() if not isinstance(value, torch.Tensor)}
         if others:  # from get_extra_state()
             state.update(objects.broadcast_object(session.current(), others, name="elastic.extra_state"))
-        self._model.load_state_dict(state)  # a state_dict may hold copies of what the model uses
+        self._load(state)  # a state_dict may hold copies of what the model uses
 
     def reset(self) -> None:
         return

@@ -22,7 +22,7 @@ def broadcast_parameters(
     root_rank: int = 0,
     process_set: ProcessSet | None = None,
 ) -> None:
-    """Overwrite parameters and buffers with those of ``root_rank``, in place.
+    """Overwrite parameters and buffers with those of ``root_rank``, in place; sparse tensors are sent as objects.
 
     Args:
         params: ``model.state_dict()``, ``model.named_parameters()`` or ``model.parameters()``, with the same names or
@@ -42,7 +42,13 @@ def broadcast_parameters(
                 "or parameters; send other objects with broadcast_object()."
             )
         pairs.append((pair[0], pair[1]))
-    _overwrite([(f"broadcast_parameters.{name}", tensor) for name, tensor in pairs], root_rank, process_set)
+    named = [(f"broadcast_parameters.{name}", tensor) for name, tensor in pairs]
+    _overwrite([pair for pair in named if pair[1].layout is torch.strided], root_rank, process_set)
+    for name, tensor in named:
+        if tensor.layout is not torch.strided:
+            received = broadcast_object(tensor.detach().cpu(), root_rank, name, process_set)
+            with torch.no_grad():
+                tensor.copy_(received)
 
 
 def broadcast_optimizer_state(

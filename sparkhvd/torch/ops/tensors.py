@@ -45,8 +45,16 @@ class Staged:
         if self.memory.data_ptr() != self.tensor.data_ptr():
             with torch.no_grad():
                 # Copies from pinned memory run in the order of the device's stream, all others at once.
-                self.tensor.copy_(self.memory, non_blocking=True)
+                _once(self.tensor, self.tensor).copy_(_once(self.memory, self.tensor), non_blocking=True)
         return self.tensor
+
+
+def _once(tensor: torch.Tensor, expanded: torch.Tensor) -> torch.Tensor:
+    """Return the part of a tensor with one element for each location of another one, which may be an expanded view."""
+    for dimension, stride in enumerate(expanded.stride()):
+        if stride == 0 and expanded.shape[dimension] > 1:
+            tensor = tensor.narrow(dimension, 0, 1)
+    return tensor
 
 
 def stage(tensor: torch.Tensor, what: str, *, on_device: bool = False) -> Staged:

@@ -213,7 +213,6 @@ class Odd(torch.nn.Module):
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args):
         self.versions.append(local_metadata.get("version"))
         self.growing = torch.empty_like(state_dict[prefix + "growing"])
-        self.expanded = self.expanded.clone()
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
 

@@ -62,10 +62,16 @@ def share_plain_tensors(root):
     return [parameter.tolist() for parameter in parameters]
 
 
-def share_complex_parameters():
-    mine = torch.full((3,), complex(hvd.rank(), 5.0))
-    hvd.broadcast_parameters({"phase": mine, "scalar": torch.tensor(hvd.rank(), dtype=torch.complex128)}, 1)
-    return mine.tolist()
+def share_unusual_tensors():
+    rank = float(hvd.rank())
+    mine = {
+        "complex": torch.full((3,), complex(rank, 5.0)),
+        "complex scalar": torch.tensor(rank, dtype=torch.complex128),
+        "expanded": torch.tensor([[rank], [5.0]]).expand(2, 3),
+        "sparse": torch.tensor([0.0, rank, 5.0]).to_sparse(),
+    }
+    hvd.broadcast_parameters(mine, 1)
+    return [tensor.to_dense().tolist() for tensor in mine.values()]
 
 
 def share_optimizer_state(kind, root_steps, other_steps, root):
@@ -110,8 +116,9 @@ def test_parameters_without_names_are_matched_by_order(group):
     assert group.run(share_plain_tensors, 1) == [want] * 2
 
 
-def test_parameters_of_a_type_that_cannot_be_reduced_can_be_broadcast(group):
-    assert group.run(share_complex_parameters) == [[complex(1.0, 5.0)] * 3] * 2
+def test_tensors_that_cannot_be_reduced_can_be_broadcast(group):
+    wanted = [[complex(1.0, 5.0)] * 3, 1.0, [[1.0] * 3, [5.0] * 3], [0.0, 1.0, 5.0]]
+    assert group.run(share_unusual_tensors) == [wanted] * 2
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)

@@ -362,6 +362,8 @@ class AtStep(Hooks):
 
 def normalized_trainer(**more):
     model = normalizing()
+    model.register_buffer("expanded", torch.tensor(2.0).expand(3))
+    model.register_buffer("sparse", torch.eye(2).to_sparse())
     params = {"model": model, "optimizer": torch.optim.Adam(model.parameters()), "loss": functional.cross_entropy}
     payload = PLUGIN.pack({**params, "label_cols": ("y",), "schema": DATA})
     return PLUGIN.trainer(payload, spec(DATA, **more), session.current().world)
@@ -391,7 +393,8 @@ def train_with_buffers(sizes):
         {**dict(each._model.named_parameters()), **dict(each._model.named_buffers())}
         for each in (trainer, again, without)
     ]
-    return loss, wanted.item(), [{name: value.detach().numpy() for name, value in each.items()} for each in states]
+    arrays = [{name: value.detach().to_dense().numpy() for name, value in each.items()} for each in states]
+    return loss, wanted.item(), arrays
 
 
 @pytest.mark.parametrize("sizes", [[(5, 3, 2), (2, 7, 0)] * 5, [(0, 4, 4)] * 9], ids=["uneven", "no rows on rank 0"])
