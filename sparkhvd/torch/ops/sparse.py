@@ -71,10 +71,11 @@ class SparseSum:
             raise MismatchError(f"{self.what} has different numbers of sparse dimensions on the ranks: {dimensions}.")
         indices = torch.cat([indices for indices, _ in parts], 1)
         values = torch.cat([values for _, values in parts])
-        if self.op is ReduceOp.AVERAGE and values.is_floating_point():
+        has_fractions = values.is_floating_point() or values.is_complex()
+        if self.op is ReduceOp.AVERAGE and has_fractions:
             values = values * (1.0 / len(self.ranks))
         joined = torch.sparse_coo_tensor(indices, values, self.like.shape, check_invariants=True).coalesce()
-        if self.op is ReduceOp.AVERAGE and not values.is_floating_point():  # truncated, like dense means of integers
+        if self.op is ReduceOp.AVERAGE and not has_fractions:  # truncated, like dense means of integers
             means = torch.div(joined.values(), len(self.ranks), rounding_mode="trunc")
             joined = torch.sparse_coo_tensor(joined.indices(), means, joined.shape, is_coalesced=True)
         return joined.to(self.like.device)

@@ -222,6 +222,11 @@ def add_sparse_integers():
         assert torch.equal(got, want), (op, got, want)
 
 
+def add_sparse_complex_numbers():
+    mine = torch.sparse_coo_tensor([[hvd.rank(), 3]], torch.tensor([3j, 1.5 + 3j]), (4,))
+    assert torch.allclose(hvd.sparse_allreduce(mine).to_dense(), torch.tensor([1j, 1j, 1j, 1.5 + 3j]))
+
+
 def differentiate_with_own_scales():
     """Use a different weight on every rank, like a mean over ranks with different numbers of rows."""
     scales = {"prescale_factor": hvd.rank() + 1.0, "postscale_factor": 0.5}
@@ -339,6 +344,10 @@ def test_gradients_have_the_scales_of_their_own_rank(group):
 
 def test_sparse_sums_and_means_of_integers_are_those_of_dense_tensors(group):
     group.run(add_sparse_integers)
+
+
+def test_sparse_complex_numbers_have_a_mean(group):
+    group.run(add_sparse_complex_numbers)
 
 
 def test_gradients_have_gradients(group):
