@@ -24,7 +24,7 @@ Scheduler = torch.optim.lr_scheduler.LRScheduler
 RATES = ("lr", "initial_lr", "max_lr", "min_lr")
 _OMITTED = object()  # a value that a checkpoint cannot hold
 # Schedulers with learning rates of their own, which scale_lr cannot scale.
-_RATE_OWNERS = ("CyclicLR", "OneCycleLR", "ReduceLROnPlateau", "SWALR")
+_RATE_OWNERS = ("CyclicLR", "OneCycleLR", "SWALR")
 
 
 @dataclass(frozen=True)
@@ -162,13 +162,15 @@ def _create_scheduler(schedule: LRSchedule, optimizer: torch.optim.Optimizer, lr
         # A function may compute its own minimum from the optimizer's rate, which is already scaled.
         refuse_own_rates(
             scheduler,
-            lambda part: (
-                type(part).__name__ in _RATE_OWNERS or (not is_scheduler and getattr(part, "eta_min", 0.0) != 0.0)
-            ),
+            lambda part: type(part).__name__ in _RATE_OWNERS or (not is_scheduler and _has_minimum(part)),
         )
     if is_scheduler:
         scale_schedule(scheduler, lr_scale)
     return scheduler
+
+
+def _has_minimum(scheduler: object) -> bool:
+    return any([getattr(scheduler, "eta_min", 0.0), *getattr(scheduler, "min_lrs", ())])
 
 
 def refuse_own_rates(scheduler: object, has_own: Callable[[object], bool]) -> None:
@@ -219,8 +221,9 @@ def scale_schedule(scheduler: Any, factor: float) -> None:
         for name in ("base_lrs", "max_lrs", "min_lrs", "_last_lr"):
             if hasattr(part, name):
                 setattr(part, name, [rate * factor for rate in getattr(part, name)])
-        if hasattr(part, "eta_min"):
-            part.eta_min *= factor
+        for name in ("eta_min", "default_min_lr"):
+            if (rate := getattr(part, name, None)) is not None:  # default_min_lr is None if each group has its own
+                setattr(part, name, rate * factor)
 
 
 def _plain_part(value: Any, name: str, omitted: list[str]) -> Any:

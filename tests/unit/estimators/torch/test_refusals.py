@@ -67,12 +67,19 @@ def test_a_schedule_with_absolute_rates_cannot_be_scaled(inside, function, kind)
     refused(f"cannot scale the learning rates that {kind} was created with", lr_scheduler=schedule, scale_lr=True)
 
 
-def test_a_minimum_that_may_depend_on_the_scaled_rate_cannot_be_scaled():
-    def cosine(optimizer):
-        return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10, eta_min=0.01)
+@pytest.mark.parametrize(
+    ("kind", "arguments", "monitor"),
+    [
+        ("CosineAnnealingLR", {"T_max": 10, "eta_min": 0.01}, None),
+        ("ReduceLROnPlateau", {"min_lr": [0.01]}, "loss"),
+    ],
+)
+def test_a_minimum_that_may_depend_on_the_scaled_rate_cannot_be_scaled(kind, arguments, monitor):
+    def bounded(optimizer):
+        return getattr(torch.optim.lr_scheduler, kind)(optimizer, **arguments)
 
-    message = "cannot scale the learning rates that CosineAnnealingLR was created with"
-    refused(message, lr_scheduler=lambda _: LRSchedule(cosine), scale_lr=True)
+    message = f"cannot scale the learning rates that {kind} was created with"
+    refused(message, lr_scheduler=lambda _: LRSchedule(bounded, monitor=monitor), scale_lr=True)
 
 
 def test_a_number_is_not_a_schedule():

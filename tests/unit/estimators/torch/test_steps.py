@@ -17,7 +17,7 @@ import sparkhvd.torch as hvd
 from sparkhvd.comm import session
 from sparkhvd.data.read.batches import Batch
 from sparkhvd.errors import ModelOutputError, ParamError
-from sparkhvd.estimators.lightning.steps import scale_lr
+from sparkhvd.estimators.reports import EpochRecord
 from sparkhvd.estimators.torch import LRSchedule, TorchCallback
 from sparkhvd.estimators.torch.plugin import PLUGIN
 from sparkhvd.estimators.torch.serialization import artifact
@@ -200,13 +200,18 @@ def test_schedulers_follow_the_scale_even_if_a_run_resumes_at_another_size(made)
     assert list(rates(second, 2)) == pytest.approx(wanted[1:])
 
 
-def test_the_least_rate_of_a_plateau_follows_the_scale():
-    optimizer = sgd(network())
+def test_the_least_rate_of_a_plateau_follows_the_scale_also_in_a_group_that_is_added():
+    model = network()
+    optimizer = sgd(model)
     schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.1, patience=0, min_lr=0.04)
-    scale_lr([optimizer], [schedule], 4)
-    for _ in range(3):
-        schedule.step(1.0)
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.16)
+    params = {"model": model, "optimizer": optimizer, "lr_scheduler": LRSchedule(schedule, monitor="loss")}
+    trainer = make(World(rank=0, size=4), how={"scale_lr": True}, **params)
+    scaled = trainer._plain_optimizer
+    if hasattr(schedule, "default_min_lr"):  # older versions of PyTorch take no new groups
+        scaled.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))], "lr": 2.0})
+    for epoch in range(3):
+        trainer._schedule.after_epoch(EpochRecord(epoch, {"loss": 1.0}))
+    assert [one["lr"] for one in scaled.param_groups] == pytest.approx([0.16] * len(scaled.param_groups))
 
 
 def own_step(model, optimizer, transform_outputs, loss_fn, inputs, labels, weights, passes, index):  # noqa: PLR0917
