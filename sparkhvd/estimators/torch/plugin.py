@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -272,8 +273,9 @@ def refuse_unsupported_parameters(model: torch.nn.Module, *, may_be_lazy: bool =
 
 
 def _refuse_lazy_parameters(model: torch.nn.Module) -> None:
-    """Refuse a model with lazy parameters, because each rank would initialize them with different values."""
-    lazy = [name for name, parameter in model.named_parameters() if torch.nn.parameter.is_lazy(parameter)]
+    """Refuse a model with lazy parameters or buffers, because each rank would initialize them with different values."""
+    tensors = chain(model.named_parameters(), model.named_buffers())
+    lazy = [name for name, tensor in tensors if torch.nn.parameter.is_lazy(tensor)]
     if lazy:
         raise ParamError(
             f"The model's parameters {lazy} have no shape and no values yet. Call the model on a few rows, such as "

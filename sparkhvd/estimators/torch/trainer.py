@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch.nn.parameter import is_lazy
 
 import sparkhvd.torch as hvd
 from sparkhvd.comm import objects, session
@@ -343,12 +342,9 @@ def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _loss_state(loss: torch.nn.Module) -> dict[str, Any]:
-    """Return the state of a loss without lazy parameters, and with the extra states that a checkpoint can hold."""
-    return {
-        name: part
-        for name, part in loss.state_dict().items()
-        if (not is_lazy(part) if isinstance(part, torch.Tensor) else is_loadable(part))
-    }
+    """Return the tensors of a loss, and the extra states that a checkpoint can hold."""
+    state = loss.state_dict()
+    return {name: part for name, part in state.items() if isinstance(part, torch.Tensor) or is_loadable(part)}
 
 
 def _scale_lr(optimizer: torch.optim.Optimizer, factor: float) -> None:

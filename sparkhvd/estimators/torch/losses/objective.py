@@ -248,6 +248,7 @@ def objective_of(params: Mapping[str, object]) -> Objective:
             raise ParamError(f"The loss {name_of(loss)} does not compute with PyTorch tensors.{hint}")
     for loss in losses:
         _refuse_class("loss", loss)
+        refuse_lazy_loss(loss)
     for loss in (*losses, *constructors):
         reduction = _reduction(loss)
         if reduction != "mean" and not (reduction == "batchmean" and _is_divergence(loss)):
@@ -279,6 +280,22 @@ def _is_divergence(loss: Measure) -> bool:
 def _refuse_class(name: str, value: object) -> None:
     if isinstance(value, type):
         raise ParamError(f"{name} holds the class {value.__name__}; pass an instance such as {value.__name__}().")
+
+
+def refuse_lazy_loss(loss: object) -> None:
+    """Refuse a loss with lazy parameters or buffers, because each rank would initialize them with different values.
+
+    Raises:
+        ParamError: the loss has such parameters; the message names them.
+    """
+    if not isinstance(loss, torch.nn.Module):
+        return
+    tensors = chain(loss.named_parameters(), loss.named_buffers())
+    if lazy := [name for name, tensor in tensors if torch.nn.parameter.is_lazy(tensor)]:
+        raise ParamError(
+            f"The parameters {lazy} of the loss {name_of(loss)} have no shape and no values yet. Call the loss on an "
+            "output and a label before you create the estimator, or in the function of loss_constructors."
+        )
 
 
 def is_stateful(function: object) -> bool:

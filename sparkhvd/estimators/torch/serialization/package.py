@@ -16,7 +16,7 @@ from sparkhvd.driver.user_code.pickling import Code, CodePickler, dumps_with
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.params.named_inputs import NamedInput
 from sparkhvd.estimators.torch.callbacks import TorchCallback
-from sparkhvd.estimators.torch.losses.objective import Objective
+from sparkhvd.estimators.torch.losses.objective import Objective, refuse_lazy_loss
 from sparkhvd.estimators.torch.schedule import LRSchedule
 from sparkhvd.estimators.torch.serialization import omitted_state, parametrizations
 from sparkhvd.estimators.torch.serialization.storages import Storages
@@ -62,6 +62,8 @@ class Package:
             return self
         known = {"model": self.model, "optimizer": self.optimizer, "label_cols": self.objective.label_cols}
         losses = tuple(_construct_loss(make, known) for make in self.objective.constructors)
+        for loss in losses:
+            refuse_lazy_loss(loss)
         return replace(self, objective=replace(self.objective, losses=losses))
 
 

@@ -211,6 +211,27 @@ def test_lazy_parameters_are_refused():
         PLUGIN.check(params(model), columns((3,)), None)
     model(torch.zeros(2, 3))
     assert PLUGIN.check(params(model), columns((3,)), None) == [(2,)]
+    model.append(torch.nn.LazyBatchNorm1d(affine=False))
+    with pytest.raises(ParamError, match=r"parameters \['1\.running_mean', '1\.running_var'\] have no shape"):
+        PLUGIN.check(params(model), columns((3,)), None)
+
+
+class LazyLoss(torch.nn.Module):
+    """Weights the outputs before it compares them; each rank would draw other weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.weighting = torch.nn.LazyLinear(2)
+
+    def forward(self, output, label):
+        return functional.cross_entropy(self.weighting(output), label)
+
+
+@pytest.mark.parametrize("name", ["loss", "loss_constructors"])
+def test_lazy_parameters_of_a_loss_are_refused(name):
+    losses = {"loss": None, name: LazyLoss() if name == "loss" else LazyLoss}
+    with pytest.raises(ParamError, match=r"\['weighting\.weight', 'weighting\.bias'\] of the loss LazyLoss have no"):
+        PLUGIN.check(params(torch.nn.Linear(3, 2), **losses), columns((3,)), None)
 
 
 def test_complex_parameters_are_refused():
