@@ -3,8 +3,21 @@
 from __future__ import annotations
 
 from horovod.torch.elastic.sampler import ElasticSampler
-from sparkhvd.torch import elastic as _elastic
-from sparkhvd.torch.elastic import *  # noqa: F403  its __all__ lists the names
+from sparkhvd.torch.elastic import (
+    HorovodInternalError,
+    HostsUpdatedInterrupt,
+    ObjectState,
+    State,
+    TorchState,
+    run,
+)
 
-__all__ = ["ElasticSampler"]
-__all__ += [name for name in _elastic.__all__ if name != "ElasticSampler"]
+__all__ = [
+    "ElasticSampler",
+    "HorovodInternalError",
+    "HostsUpdatedInterrupt",
+    "ObjectState",
+    "State",
+    "TorchState",
+    "run",
+]
