@@ -173,7 +173,7 @@ def test_a_vocabulary_that_replaced_the_one_of_the_constructor_is_kept(layer):
     model = keras.Sequential([keras.Input((1,), dtype=layer.vocabulary_dtype), layer])
     built = model_from_bytes(model_to_bytes(model), {})
     assert built.layers[-1].get_vocabulary() == layer.get_vocabulary()
-    assert layer.input_vocabulary is original  # saving leaves the layer unchanged
+    assert layer.input_vocabulary == original, "saving leaves the layer unchanged"
 
 
 class Glossary(keras.layers.Layer):
