@@ -134,7 +134,7 @@ def test_a_response_may_be_sent_later_from_another_thread():
     assert len(answers) == 1
 
 
-def test_a_client_is_released_if_its_deferred_response_is_too_large(caplog):
+def test_a_client_is_released_if_its_deferred_response_is_too_large():
     class OversizedAnswerHandler:
         def handle(self, message: Message) -> Future[Message]:
             answer: Future[Message] = Future()
@@ -146,7 +146,6 @@ def test_a_client_is_released_if_its_deferred_response_is_too_large(caplog):
         with pytest.raises(ConnectionResetError, match="The other side closed the connection"):
             client.ask(Flush(), soon())
         client.close()
-    assert f"exceeds the limit of {MAX_FRAME_BYTES} bytes" in caplog.text
 
 
 SERVER_AT_FILE_LIMIT = """
