@@ -129,14 +129,13 @@ class Code:
             return _VERSIONS.version(module.sent_version)
         return _VERSIONS.version(self._digests.get(module.__name__, ""))
 
-    def module_of(self, function: FunctionType) -> ModuleType | None:
-        """Return the module whose globals a function uses; None if no module has them where a pickle is loaded."""
+    def sent_module_of(self, function: FunctionType) -> ModuleType | None:
+        """Return the module whose globals a function uses, if it is pickled by value; None otherwise."""
         name = function.__globals__.get("__name__")
-        module = sys.modules.get(name) if isinstance(name, str) else None
-        if module is None or name in _MAIN_MODULES or getattr(module, "__dict__", None) is not function.__globals__:
+        module = sys.modules.get(name) if isinstance(name, str) and name not in _MAIN_MODULES else None
+        if module is None or getattr(module, "__dict__", None) is not function.__globals__:
             return None
-        has_name = self.module_by_value(module.__name__) or importable.locate(module.__name__)
-        return module if has_name else None
+        return module if self.module_by_value(module.__name__) else None
 
     def note_globals(self, module: ModuleType, names: Iterable[str]) -> None:
         """Record the names of a module that are pickled with one of its functions."""
@@ -309,12 +308,14 @@ class CodePickler(Pickler):
         return reduced
 
     def _with_globals(self, function: FunctionType, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Let a function that is pickled by value use the globals of its module instead of a copy of them."""
-        module = self._code.module_of(function)
+        """Let a function of a module that is pickled by value use the module's globals instead of a copy of them.
+
+        A function within a function is pickled by value even if its module is not. It keeps its copy, because the
+        module may not be importable where the pickle is loaded.
+        """
+        module = self._code.sent_module_of(function)
         if module is None:
             return reduced
-        if self._code.module_by_value(module.__name__) is None:
-            return pickling.reduced_function(reduced, module)
         self._code.note_globals(module, reduced[2][1]["__globals__"])
         return pickling.reduced_function(reduced, self._empty_module(module))
 

@@ -61,7 +61,7 @@ class EmptyModule:
 class Globals:
     """Stands in a pickle for the globals of a module's functions, so that they remain the attributes of the module."""
 
-    def __init__(self, module: ModuleType | EmptyModule) -> None:
+    def __init__(self, module: EmptyModule) -> None:
         self._module = module
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -78,20 +78,17 @@ def filled_module(module: ModuleType) -> ModuleType:
     return module
 
 
-def reduced_function(reduced: tuple[Any, ...], module: ModuleType | EmptyModule) -> tuple[Any, ...]:
+def reduced_function(reduced: tuple[Any, ...], module: EmptyModule) -> tuple[Any, ...]:
     """Return how to pickle a function by value that uses the globals of a module.
 
     Args:
         reduced: how cloudpickle pickles the function, with a copy of the globals that it uses.
-        module: a module that is pickled by value gets these globals, any other module keeps its own.
+        module: the module, which gets these globals.
     """
-    make, (code, _, *arguments), (attributes, slots), *_, setter = reduced
-    if isinstance(module, EmptyModule):
-        carried: Any = module  # loading the pickle replaces it with the module itself
-        setter = functools.partial(set_function_state, setter, carried)
-    else:
-        slots = {**slots, "__globals__": {}}
-    return make, (code, Globals(module), *arguments), (attributes, slots), None, None, setter
+    make, (code, _, *arguments), state, *_, setter = reduced
+    carried: Any = module  # loading the pickle replaces it with the module itself
+    setter = functools.partial(set_function_state, setter, carried)
+    return make, (code, Globals(module), *arguments), state, None, None, setter
 
 
 def set_function_state(
