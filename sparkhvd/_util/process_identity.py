@@ -24,7 +24,7 @@ def machine_id() -> str:
 def process_start(pid: int) -> str:
     """Return the start time of a process in clock ticks since boot; empty when it has ended."""
     try:
-        state, start = _state_and_start(pid)
+        state, start = state_and_start(pid)
     except OSError:
         return ""
     return "" if state == "Z" else start
@@ -36,13 +36,18 @@ def is_running(pid: int, start: str) -> bool:
     If ``/proc`` hides processes of other users (``hidepid``), any such process with this id counts.
     """
     try:
-        state, found = _state_and_start(pid)
+        state, found = state_and_start(pid)
     except OSError:
         return _belongs_to_another_user(pid)
     return state != "Z" and found == start
 
 
-def _state_and_start(pid: int) -> tuple[str, str]:
+def state_and_start(pid: int) -> tuple[str, str]:
+    """Return the kernel's letter for the state of a process, and its start time in clock ticks since boot.
+
+    Raises:
+        OSError: it has ended, or ``/proc`` hides it.
+    """
     # The kernel cuts the name of the process after 15 bytes, so it may end within a character.
     fields = (_PROCESSES / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
     return fields[0], fields[19]

@@ -178,7 +178,7 @@ class StallDetector:
         condition, since = self._own_condition(), self._patience / 2
         for what, content in (
             ("stacks", json.dumps(stacks(without=self._thread)).encode()),
-            ("answer", encode(condition)),  # last: whoever reads the answer finds the stacks
+            ("answer", encode(condition)),  # published last, so that every answer has its stacks
         ):
             self._rendezvous.set(self._key(f"{what}/{question}", self._world.rank), content, self._store_deadline())
         if condition.longest_wait < since:

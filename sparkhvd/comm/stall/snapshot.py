@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from sparkhvd._util.process_identity import process_start, state_and_start
 from sparkhvd.errors import CollectiveError
 
 _MAX_FRAMES = 15
@@ -83,7 +84,7 @@ class Condition:
 
 def own_identity() -> ProcessIdentity:
     """Return the identity of this process."""
-    return ProcessIdentity(socket.gethostname(), os.getpid(), _namespace(), _state_and_start(os.getpid())[1])
+    return ProcessIdentity(socket.gethostname(), os.getpid(), _namespace(), process_start(os.getpid()))
 
 
 def process_problem(process: ProcessIdentity) -> str | None:
@@ -93,7 +94,10 @@ def process_problem(process: ProcessIdentity) -> str | None:
     """
     if process.host != socket.gethostname() or process.namespace != _namespace():
         return None
-    state, started = _state_and_start(process.pid)
+    try:
+        state, started = state_and_start(process.pid)
+    except OSError:
+        return "has ended"
     if started != process.started:
         return "has ended"
     return _STATE_TEXTS.get(state)
@@ -164,12 +168,3 @@ def _namespace() -> str:
         return str(Path("/proc/self/ns/pid").readlink())
     except OSError:
         return ""
-
-
-def _state_and_start(pid: int) -> tuple[str, str]:
-    try:
-        # The second field, in parentheses, is the program's name and may contain anything, even invalid UTF-8.
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return "X", ""
-    return fields[0], fields[19]
