@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from sparkhvd.estimators.torch.checkpoint.optimizer_groups import named_groups
 from sparkhvd.estimators.torch.checkpoint.safe_state import refuse_unsafe_model
 from sparkhvd.estimators.torch.inputs import ModelInput, called_in_order, plan_inputs, taking_inputs_in_order
 from sparkhvd.estimators.torch.losses.divisors import inexact_losses
-from sparkhvd.estimators.torch.losses.objective import objective_of
+from sparkhvd.estimators.torch.losses.objective import lazy_names, objective_of
 from sparkhvd.estimators.torch.params import InputParams, TorchParams
 from sparkhvd.estimators.torch.schedule import LRSchedule, check_schedule
 from sparkhvd.estimators.torch.serialization import artifact
@@ -274,9 +273,7 @@ def refuse_unsupported_parameters(model: torch.nn.Module, *, may_be_lazy: bool =
 
 def _refuse_lazy_parameters(model: torch.nn.Module) -> None:
     """Refuse a model with lazy parameters or buffers, because each rank would initialize them with different values."""
-    tensors = chain(model.named_parameters(), model.named_buffers())
-    lazy = [name for name, tensor in tensors if torch.nn.parameter.is_lazy(tensor)]
-    if lazy:
+    if lazy := lazy_names(model):
         raise ParamError(
             f"The model's parameters {lazy} have no shape and no values yet. Call the model on a few rows, such as "
             "model(torch.zeros(2, 3)), before you create the estimator."

@@ -290,12 +290,17 @@ def refuse_lazy_loss(loss: object) -> None:
     """
     if not isinstance(loss, torch.nn.Module):
         return
-    tensors = chain(loss.named_parameters(), loss.named_buffers())
-    if lazy := [name for name, tensor in tensors if torch.nn.parameter.is_lazy(tensor)]:
+    if lazy := lazy_names(loss):
         raise ParamError(
             f"The parameters {lazy} of the loss {name_of(loss)} have no shape and no values yet. Call the loss on an "
             "output and a label before you create the estimator, or in the function of loss_constructors."
         )
+
+
+def lazy_names(module: torch.nn.Module) -> list[str]:
+    """Return the names of the parameters and buffers of a module that have no shape yet."""
+    tensors = chain(module.named_parameters(), module.named_buffers())
+    return [name for name, tensor in tensors if torch.nn.parameter.is_lazy(tensor)]
 
 
 def is_stateful(function: object) -> bool:
