@@ -194,13 +194,18 @@ class Stalled(io.StringIO):
     def __init__(self, progress: Path) -> None:
         super().__init__()
         self._progress = progress
-        self.printed = -1
+        self.printed = 0
 
     def write(self, text: str) -> int:
-        while self.printed < (printed := self._progress.stat().st_size) and not self.tell():
-            self.printed = printed
-            happens(lambda: self._progress.stat().st_size > printed, 2.0)
+        if text and not self.tell():
+            wait_for(self._advanced)
+            while self._advanced():
+                self.printed = self._progress.stat().st_size
+                happens(self._advanced, 2.0)
         return super().write(text)
+
+    def _advanced(self) -> bool:
+        return self._progress.stat().st_size > self.printed
 
 
 @pytest.mark.timeout(90)
