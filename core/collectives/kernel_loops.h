@@ -174,6 +174,44 @@ template <typename T>
   }
 }
 
+// Returns 1 / divisor, rounded to a slightly larger number of type F. For every integer n whose
+// magnitude is below 2^(P - 3), where P is the precision of F, n * Reciprocal<F>(d) truncates to
+// n / d, in every rounding mode: a multiple of d cannot come out too small, and the relative error
+// is below 2^(3 - P), too small to reach the next integer, which is at least 1 / d away.
+template <typename F>
+[[gnu::always_inline]] inline F Reciprocal(int divisor) {
+  const double larger = BitCast<double>(BitCast<uint64_t>(1.0 / divisor) + 1);
+  if constexpr (std::is_same_v<F, double>) {
+    return larger;
+  } else {
+    return BitCast<float>(BitCast<uint32_t>(static_cast<float>(larger)) + 1);
+  }
+}
+
+// Divides integers of 64 bits by an invariant integer from 2 on: multiplies by 2^(63 + L) /
+// divisor, rounded up, where 2^L is the smallest power of two that is not below the divisor
+// (Granlund and Montgomery, "Division by invariant integers using multiplication", 1994,
+// theorem 4.2).
+class WideDivisor {
+ public:
+  explicit WideDivisor(int divisor) {
+    const auto number = static_cast<uint64_t>(divisor);
+    while (uint64_t{2} << shift_ < number) ++shift_;
+    factor_ = static_cast<uint64_t>((Wide{1} << (64 + shift_)) / number + 1);
+  }
+  [[gnu::always_inline]] inline int64_t Divide(int64_t value) const {
+    const uint64_t sign = value < 0 ? ~uint64_t{0} : 0;
+    const uint64_t magnitude = (static_cast<uint64_t>(value) ^ sign) - sign;
+    const auto upper = static_cast<uint64_t>((Wide{magnitude} * factor_) >> 64);
+    return static_cast<int64_t>(((upper >> shift_) ^ sign) - sign);
+  }
+
+ private:
+  using Wide = unsigned __int128;
+  int shift_ = 0;
+  uint64_t factor_ = 0;
+};
+
 template <typename T>
 [[gnu::always_inline]] inline T Load(const std::byte* data, size_t index) {
   T value;
@@ -206,6 +244,24 @@ template <typename T>
   }
 }
 
+// Uses no instruction for the division of integers, because none works on vectors.
+template <typename T>
+[[gnu::always_inline]] inline void DivideAll(std::byte* data, size_t count, int divisor) {
+  if constexpr (sizeof(T) == 8) {
+    const WideDivisor invariant(divisor);
+#pragma GCC ivdep
+    for (size_t i = 0; i < count; ++i) Store<T>(data, i, invariant.Divide(Load<T>(data, i)));
+  } else {
+    using F = std::conditional_t<(sizeof(T) < 4), float, double>;
+    const F factor = Reciprocal<F>(divisor);
+#pragma GCC ivdep
+    for (size_t i = 0; i < count; ++i) {
+      const F quotient = static_cast<F>(Load<T>(data, i)) * factor;
+      Store<T>(data, i, static_cast<T>(static_cast<int32_t>(quotient)));
+    }
+  }
+}
+
 // Returns the row of an operator's kernel in a table.
 constexpr size_t CombineIndex(ReduceOp op) {
   switch (op) {
@@ -224,7 +280,8 @@ constexpr size_t CombineIndex(ReduceOp op) {
   return 0;
 }
 
-// Fills a table from a class template `Kernels<T>` with the static functions Combine<Op> and Scale.
+// Fills a table from a class template `Kernels<T>` with the static functions Combine<Op>, Scale and
+// Divide.
 template <template <typename> class Kernels, typename T>
 void FillRow(KernelTable& table, DType dtype) {
   auto& row = table.combine[static_cast<size_t>(dtype)];
@@ -233,6 +290,9 @@ void FillRow(KernelTable& table, DType dtype) {
   row[CombineIndex(ReduceOp::kMax)] = &Kernels<T>::template Combine<Max>;
   row[CombineIndex(ReduceOp::kProduct)] = &Kernels<T>::template Combine<Product>;
   table.scale[static_cast<size_t>(dtype)] = &Kernels<T>::Scale;
+  if constexpr (std::is_integral_v<T>) {
+    table.divide[static_cast<size_t>(dtype)] = &Kernels<T>::Divide;
+  }
 }
 
 template <template <typename> class Kernels>

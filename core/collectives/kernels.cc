@@ -19,39 +19,14 @@ struct Generic {
   static void Scale(std::byte* target, const std::byte* source, size_t count, double factor) {
     loops::ScaleAll<T>(target, source, count, factor);
   }
-};
-
-template <typename T>
-void DivideAll(std::byte* data, size_t count, int divisor) {
-  // int64_t is wide enough for every element type and for the number of ranks.
-  for (size_t i = 0; i < count; ++i) {
-    const int64_t value = static_cast<int64_t>(loops::Load<T>(data, i));
-    loops::Store<T>(data, i, static_cast<T>(value / divisor));
+  static void Divide(std::byte* data, size_t count, int divisor) {
+    loops::DivideAll<T>(data, count, divisor);
   }
-}
+};
 
 bool IsFloating(DType dtype) {
   return dtype == DType::kFloat16 || dtype == DType::kBFloat16 || dtype == DType::kFloat32 ||
          dtype == DType::kFloat64;
-}
-
-void DivideIntegers(DType dtype, int divisor, std::byte* data, size_t count) {
-  switch (dtype) {
-    case DType::kUInt8:
-      return DivideAll<uint8_t>(data, count, divisor);
-    case DType::kInt8:
-      return DivideAll<int8_t>(data, count, divisor);
-    case DType::kUInt16:
-      return DivideAll<uint16_t>(data, count, divisor);
-    case DType::kInt16:
-      return DivideAll<int16_t>(data, count, divisor);
-    case DType::kInt32:
-      return DivideAll<int32_t>(data, count, divisor);
-    case DType::kInt64:
-      return DivideAll<int64_t>(data, count, divisor);
-    default:
-      return;  // floating types are scaled instead; submission rejects an average of bool
-  }
 }
 
 void Scale(DType dtype, std::byte* target, const std::byte* source, size_t count, double factor) {
@@ -110,7 +85,7 @@ void Finish(const Reduction& reduction, int ranks, std::byte* data, size_t count
     if (IsFloating(reduction.dtype)) {
       factor /= ranks;
     } else if (ranks > 1) {
-      DivideIntegers(reduction.dtype, ranks, data, count);
+      FastestKernels().divide[static_cast<size_t>(reduction.dtype)](data, count, ranks);
     }
   }
   if (factor != 1.0) Scale(reduction.dtype, data, data, count, factor);

@@ -19,6 +19,8 @@ using CombineKernel = void (*)(std::byte* target, const std::byte* left, const s
 // Computes target = source * factor. `target` may be `source`.
 using ScaleKernel = void (*)(std::byte* target, const std::byte* source, size_t count,
                              double factor);
+// Divides integers by `divisor`, which is at least 2, in place. Truncates towards zero.
+using DivideKernel = void (*)(std::byte* data, size_t count, int divisor);
 
 constexpr size_t kCombineCount = 4;  // sum, minimum, maximum, product
 
@@ -26,6 +28,8 @@ struct KernelTable {
   const char* name = "";
   std::array<std::array<CombineKernel, kCombineCount>, kDTypeCount> combine{};
   std::array<ScaleKernel, kDTypeCount> scale{};
+  std::array<DivideKernel, kDTypeCount>
+      divide{};  // only of integers; submission rejects an average of bool
 };
 
 // Returns the kernels that run on every processor.

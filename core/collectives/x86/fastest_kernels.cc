@@ -126,6 +126,9 @@ struct Avx2 {
                                                  size_t count, double factor) {
     loops::ScaleAll<T>(target, source, count, factor);
   }
+  [[gnu::target("avx2,f16c")]] static void Divide(std::byte* data, size_t count, int divisor) {
+    loops::DivideAll<T>(data, count, divisor);
+  }
 };
 
 template <typename T>
@@ -138,6 +141,10 @@ struct Avx512 {
   [[gnu::target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")]] static void Scale(
       std::byte* target, const std::byte* source, size_t count, double factor) {
     loops::ScaleAll<T>(target, source, count, factor);
+  }
+  [[gnu::target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")]] static void Divide(
+      std::byte* data, size_t count, int divisor) {
+    loops::DivideAll<T>(data, count, divisor);
   }
 };
 

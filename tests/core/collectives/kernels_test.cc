@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <limits>
+#include <random>
 
 #include "collectives/kernel_loops.h"
 #include "collectives/ranks.h"
@@ -90,6 +91,69 @@ TEST(Kernels, AverageOfIntegersTruncatesTowardsZero) {
   const Reduction average{DType::kInt64, ReduceOp::kAverage, 1.0, 1.0};
   Finish(average, 2, reinterpret_cast<std::byte*>(values.data()), values.size());
   EXPECT_EQ(values, (std::vector<int64_t>{3, -3, 3, 0, 0, int64_t{1} << 59}));
+}
+
+constexpr int kDivisors[] = {2,    3,    5,     6,     7,       8,          9,          10,
+                             63,   64,   100,   127,   128,     255,        256,        641,
+                             1000, 1024, 32767, 65535, 6700417, 1000000007, 1073741825, 2147483647};
+
+// Divides with every table, and compares with the division of the language.
+template <typename T>
+void ExpectQuotients(DType dtype, const std::vector<T>& values, int divisor) {
+  for (const KernelTable* table : {&GenericKernels(), &FastestKernels()}) {
+    std::vector<T> quotients = values;
+    table->divide[static_cast<size_t>(dtype)](reinterpret_cast<std::byte*>(quotients.data()),
+                                              quotients.size(), divisor);
+    for (size_t i = 0; i < values.size(); ++i) {
+      ASSERT_EQ(quotients[i], static_cast<T>(static_cast<int64_t>(values[i]) / divisor))
+          << Name(dtype) << ", " << table->name << ": " << +values[i] << " / " << divisor;
+    }
+  }
+}
+
+template <typename T>
+void ExpectQuotientsOfAllValues(DType dtype) {
+  std::vector<T> values;
+  for (int64_t value = std::numeric_limits<T>::min(); value <= std::numeric_limits<T>::max();
+       ++value) {
+    values.push_back(static_cast<T>(value));
+  }
+  for (const int divisor : kDivisors) ExpectQuotients(dtype, values, divisor);
+}
+
+// Tries the values around the multiples of the divisors, and around all powers of two.
+template <typename T>
+void ExpectQuotientsOfCriticalValues(DType dtype) {
+  using Bits = std::make_unsigned_t<T>;
+  std::mt19937_64 random(7);
+  for (const int divisor : kDivisors) {
+    std::vector<T> values{std::numeric_limits<T>::min(), std::numeric_limits<T>::max()};
+    const auto add_around = [&](Bits value) {
+      for (const Bits near : {static_cast<Bits>(value - 1), value, static_cast<Bits>(value + 1)}) {
+        values.push_back(static_cast<T>(near));
+        values.push_back(static_cast<T>(Bits{0} - near));
+      }
+    };
+    for (size_t bit = 0; bit < 8 * sizeof(T); ++bit) add_around(static_cast<Bits>(Bits{1} << bit));
+    const auto largest =
+        static_cast<Bits>(std::numeric_limits<T>::max()) / static_cast<Bits>(divisor);
+    for (int i = 0; i < 3000; ++i) {
+      const auto factor = static_cast<Bits>(random() % (Bits{largest} + 1));
+      add_around(static_cast<Bits>(factor * static_cast<Bits>(divisor)));
+      values.push_back(static_cast<T>(random()));
+    }
+    add_around(static_cast<Bits>(largest * static_cast<Bits>(divisor)));
+    ExpectQuotients(dtype, values, divisor);
+  }
+}
+
+TEST(Kernels, IntegersAreDividedLikeByTheLanguage) {
+  ExpectQuotientsOfAllValues<uint8_t>(DType::kUInt8);
+  ExpectQuotientsOfAllValues<int8_t>(DType::kInt8);
+  ExpectQuotientsOfAllValues<uint16_t>(DType::kUInt16);
+  ExpectQuotientsOfAllValues<int16_t>(DType::kInt16);
+  ExpectQuotientsOfCriticalValues<int32_t>(DType::kInt32);
+  ExpectQuotientsOfCriticalValues<int64_t>(DType::kInt64);
 }
 
 TEST(Kernels, ScaledIntegersTruncateAndSaturate) {
