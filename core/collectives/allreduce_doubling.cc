@@ -21,7 +21,7 @@ Status AllreduceDoublingInPlace(Transport& transport, const Reduction& reduction
       const int partner = number ^ distance;
       const int peer = participants.RankOf(partner);
       SHVD_TRY(Exchange(transport, peer, own, peer, Bytes(received, own.size()), deadline)
-                   .Annotate("allreduce distance " + std::to_string(distance)));
+                   .Annotate("doubling distance " + std::to_string(distance)));
       const bool first = number < partner;
       Combine(reduction.dtype, reduction.op, data, first ? data : received, first ? received : data,
               count);
@@ -29,7 +29,7 @@ Status AllreduceDoublingInPlace(Transport& transport, const Reduction& reduction
     Finish(reduction, ranks, data, count);
     return Status();
   };
-  return RunAmongParticipants(transport, reduction, own, received, deadline, rounds);
+  return RunAmongParticipants(transport, reduction, own, own, received, deadline, rounds);
 }
 
 }  // namespace sparkhvd

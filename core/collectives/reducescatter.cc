@@ -4,8 +4,11 @@
 
 #include "base/copy.h"
 #include "collectives/combine_slots.h"
+#include "collectives/halving.h"
 #include "collectives/kernels.h"
+#include "collectives/participants.h"
 #include "collectives/ring.h"
+#include "collectives/select.h"
 
 namespace sparkhvd {
 namespace {
@@ -13,7 +16,25 @@ namespace {
 // The data of one arena round stays in the second-level cache.
 constexpr size_t kChunkBytes = size_t{256} << 10;
 
+// Returns the elements that a participant reduces: its own, and its partner's behind them.
+Slice SharedSlice(const Participants& participants, const std::vector<Slice>& slices, int number) {
+  const int rank = participants.RankOf(number);
+  const Slice& first = slices[static_cast<size_t>(rank)];
+  const Slice& last = slices[static_cast<size_t>(participants.HasPartner(rank) ? rank + 1 : rank)];
+  return Slice{first.begin, last.begin + last.count - first.begin};
+}
+
 }  // namespace
+
+Status ReducescatterLinks(Transport& transport, const Reduction& reduction, const std::byte* source,
+                          std::byte* target, const std::vector<Slice>& slices,
+                          std::vector<std::byte>& scratch, Deadline deadline) {
+  const size_t count = slices.back().begin + slices.back().count;
+  const size_t bytes = count * SizeOf(reduction.dtype);
+  return (ScattersByHalving(transport.size(), bytes, transport.costs())
+              ? ReducescatterHalving
+              : ReducescatterRing)(transport, reduction, source, target, slices, scratch, deadline);
+}
 
 // The first half of the ring allreduce. It works on a copy, because partial results need memory.
 Status ReducescatterRing(Transport& transport, const Reduction& reduction, const std::byte* source,
@@ -33,6 +54,43 @@ Status ReducescatterRing(Transport& transport, const Reduction& reduction, const
   }
   Finish(reduction, transport.size(), target, own.count);
   return Status();
+}
+
+// The first half of Rabenseifner's allreduce. It works on a copy, in the order in which the
+// participants complete their slices.
+Status ReducescatterHalving(Transport& transport, const Reduction& reduction,
+                            const std::byte* source, std::byte* target,
+                            const std::vector<Slice>& slices, std::vector<std::byte>& scratch,
+                            Deadline deadline) {
+  const size_t width = SizeOf(reduction.dtype);
+  const size_t bytes = (slices.back().begin + slices.back().count) * width;
+  if (bytes == 0) return Status();
+  if (scratch.size() < bytes) scratch.resize(bytes);
+  std::vector<std::byte> partial(bytes);
+  const Participants participants(transport.size());
+  std::vector<Slice> ordered;
+  size_t begin = 0;
+  for (int index = 0; index < participants.count; ++index) {
+    const Slice part = SharedSlice(participants, slices, participants.Reversed(index));
+    CopyPrescaled(reduction, partial.data() + begin * width, source + part.begin * width,
+                  part.count);
+    ordered.push_back(Slice{begin, part.count});
+    begin += part.count;
+  }
+  const Halving halving{transport, reduction, participants, partial.data(), ordered, deadline};
+  const Bytes shared = halving.View(participants.Reversed(halving.number()), 1);
+  const size_t own = slices[static_cast<size_t>(transport.rank())].count * width;
+  const auto rounds = [&](const Participants&) -> Status {
+    SHVD_TRY(HalvingReduceScatter(halving, scratch.data()));
+    Finish(reduction, transport.size(), shared.data(), shared.size() / width);
+    CopyBytes(target, shared.data(), own);
+    return Status();
+  };
+  const Bytes result = participants.Participates(transport.rank())
+                           ? shared.Sub(own, shared.size() - own)
+                           : Bytes(target, own);
+  return RunAmongParticipants(transport, reduction, Bytes(partial.data(), bytes), result,
+                              scratch.data(), deadline, rounds);
 }
 
 // Every round publishes a piece of each slice, and the slice's owner combines it directly into the

@@ -39,32 +39,72 @@ constexpr Algorithm Select(const Topology& topology, bool hierarchical) {
 // The algorithm of an allreduce over links.
 enum class LinkAlgorithm { kDoubling, kHalving, kRing };
 
-constexpr double kCombiningSecondsPerByte = 0.1e-9;
+// The times of reductions over links (Thakur, Rabenseifner and Gropp, "Optimization of collective
+// communication operations in MPICH", 2005).
+class ReductionTimes {
+ public:
+  constexpr ReductionTimes(int size, size_t bytes, const LinkCosts& costs)
+      : size_(size), bytes_(static_cast<double>(bytes)), costs_(costs) {
+    while (size >> (rounds_ + 1) > 0) ++rounds_;
+    if (size > 1 << rounds_) more_ = 1;
+    part_ = 1.0 - 1.0 / (1 << rounds_);
+    ring_part_ = 1.0 - 1.0 / size;
+  }
 
-// Returns the algorithm that takes the least time (Thakur, Rabenseifner and Gropp, "Optimization of
-// collective communication operations in MPICH", 2005). Prefers the ring if the latency of its
-// messages is small compared with the time for its bytes, because in a ring only neighbors
-// communicate.
+  constexpr double RingAllreduce() const {
+    return Seconds(2.0 * (size_ - 1), 2 * ring_part_, ring_part_);
+  }
+  constexpr double DoublingAllreduce() const {
+    return Seconds(rounds_ + 2 * more_, rounds_ + 2 * more_, rounds_ + more_);
+  }
+  constexpr double HalvingAllreduce() const {
+    return Seconds(2 * rounds_ + 2 * more_, 2 * part_ + 2 * more_, part_ + more_);
+  }
+  constexpr double RingReducescatter() const { return Seconds(size_ - 1, ring_part_, ring_part_); }
+  constexpr double HalvingReducescatter() const {
+    return Seconds(rounds_ + 2 * more_, part_ + more_ * (1 + 1.0 / size_), part_ + more_);
+  }
+
+  // Returns whether `ring` is better than `halving`. Prefers the ring if the latency of its
+  // messages is small compared with the time for its bytes, because in a ring only neighbors
+  // communicate. `passes` is how often the data goes around the ring.
+  constexpr bool RingIsBetter(double ring, double halving, int passes) const {
+    constexpr double kLittle = 0.1;
+    const double messages = passes * (size_ - 1.0) * costs_.per_message;
+    return ring <= halving || messages <= kLittle * (ring - messages);
+  }
+
+ private:
+  constexpr double Seconds(double messages, double moved, double combined) const {
+    constexpr double kCombiningSecondsPerByte = 0.1e-9;
+    return messages * costs_.per_message +
+           bytes_ * (moved * costs_.per_byte + combined * kCombiningSecondsPerByte);
+  }
+
+  const int size_;
+  const double bytes_;
+  const LinkCosts costs_;
+  int rounds_ = 0;
+  int more_ = 0;  // rounds before these, and again after them
+  double part_ = 0;
+  double ring_part_ = 0;
+};
+
+// Returns the algorithm that takes the least time.
 constexpr LinkAlgorithm SelectForLinks(int size, size_t bytes, const LinkCosts& costs = {}) {
-  constexpr double kLittle = 0.1;
-  int rounds = 0;
-  while (size >> (rounds + 1) > 0) ++rounds;
-  const int participants = 1 << rounds;
-  const int more = size > participants ? 1 : 0;  // before the rounds, and again after them
-  const auto length = static_cast<double>(bytes);
-  const auto seconds = [&](double messages, double moved, double combined) {
-    return messages * costs.per_message +
-           length * (moved * costs.per_byte + combined * kCombiningSecondsPerByte);
-  };
-  const double part = 1.0 - 1.0 / participants;
-  const double ring_part = 1.0 - 1.0 / size;
-  const double ring = seconds(2.0 * (size - 1), 2 * ring_part, ring_part);
-  const double doubling = seconds(rounds + 2 * more, rounds + 2 * more, rounds + more);
-  const double halving = seconds(2 * rounds + 2 * more, 2 * part + 2 * more, part + more);
+  const ReductionTimes times(size, bytes, costs);
+  const double ring = times.RingAllreduce();
+  const double doubling = times.DoublingAllreduce();
+  const double halving = times.HalvingAllreduce();
   if (doubling <= halving && doubling <= ring) return LinkAlgorithm::kDoubling;
-  const double messages = 2.0 * (size - 1) * costs.per_message;
-  if (ring <= halving || messages <= kLittle * (ring - messages)) return LinkAlgorithm::kRing;
-  return LinkAlgorithm::kHalving;
+  return times.RingIsBetter(ring, halving, 2) ? LinkAlgorithm::kRing : LinkAlgorithm::kHalving;
+}
+
+// Returns whether a reduce-scatter of `bytes` bytes of every rank uses ReducescatterHalving instead
+// of the ring.
+constexpr bool ScattersByHalving(int size, size_t bytes, const LinkCosts& costs = {}) {
+  const ReductionTimes times(size, bytes, costs);
+  return !times.RingIsBetter(times.RingReducescatter(), times.HalvingReducescatter(), 1);
 }
 
 // Returns whether an allgather with `bytes` bytes of all ranks together uses AllgatherDoubling

@@ -325,8 +325,8 @@ Status Execution::ReduceScatter(const Operation& operation, Deadline deadline) {
   return algorithm_ == Algorithm::kArena
              ? ReducescatterShm(*steps_, reduction, operation.source(), operation.target(), slices,
                                 deadline)
-             : ReducescatterRing(transport_, reduction, operation.source(), operation.target(),
-                                 slices, scratch_, deadline);
+             : ReducescatterLinks(transport_, reduction, operation.source(), operation.target(),
+                                  slices, scratch_, deadline);
 }
 
 Status Execution::Broadcast(int root, const std::byte* source, Bytes target, Deadline deadline) {

@@ -90,7 +90,7 @@ class Execution {
   const Algorithm gathering_;  // for allgathers
   Tunables tunables_;
   Algorithm reducing_;              // for allreduces
-  std::vector<std::byte> scratch_;  // working memory of the ring
+  std::vector<std::byte> scratch_;  // working memory of the algorithms over links
   std::vector<std::byte> fused_;    // the fusion buffer
 };
 

@@ -337,14 +337,14 @@ TEST(Collectives, MissingRankFailsBothHostsInAHierarchy) {
     std::vector<std::byte> scratch;
     return AllreduceHierarchical(*mesh.transport, &steps, Hierarchy(mesh.memory_groups, rank),
                                  Reduction{}, bytes, bytes, data.size(), scratch,
-                                 Deadline::AfterSeconds(0.2));
+                                 Deadline::AfterSeconds(1));
   });
   for (const int rank : {0, 1, 2}) {
     const Status& status = statuses[static_cast<size_t>(rank)];
     EXPECT_EQ(status.code(), StatusCode::kTimeout) << rank << ": " << status.message();
     EXPECT_NE(
         status.message().find(rank == 2 ? "inside the host: arena step 1 was not reached by rank 3"
-                                        : "between hosts: allreduce distance 1"),
+                                        : "between hosts: doubling distance 1"),
         std::string::npos)
         << status.message();
   }
@@ -387,6 +387,20 @@ TEST(Select, LinksDoubleSmallDataHalveMoreAndCarryTheMostAroundARing) {
   // Halving sends extra bytes if the size is not a power of two, so a ring is faster earlier.
   EXPECT_EQ(SelectForLinks(8, 1 << 20), LinkAlgorithm::kHalving);
   EXPECT_EQ(SelectForLinks(9, 1 << 20), LinkAlgorithm::kRing);
+}
+
+TEST(Select, AReducescatterOfLongDataGoesAroundARingAndOthersAreHalved) {
+  for (const int size : {4, 8, 64, 1024}) {
+    EXPECT_TRUE(ScattersByHalving(size, 4096)) << size;
+    EXPECT_FALSE(ScattersByHalving(size, size_t{1} << 32)) << size;
+  }
+  EXPECT_TRUE(ScattersByHalving(128, 16 << 20));
+  EXPECT_TRUE(ScattersByHalving(9, 1 << 17));
+  EXPECT_FALSE(ScattersByHalving(9, 1 << 20)) << "two ranks would send all of their data";
+  // One round either way.
+  EXPECT_FALSE(ScattersByHalving(1, 4096));
+  EXPECT_FALSE(ScattersByHalving(2, 4096));
+  EXPECT_FALSE(ScattersByHalving(3, 4096)) << "three rounds instead of two";
 }
 
 TEST(Select, ByTheCostsOfTheLinks) {

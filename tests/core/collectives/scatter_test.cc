@@ -35,8 +35,27 @@ class ScatterTest : public ::testing::TestWithParam<std::tuple<int, bool>> {
   }
 };
 
-Status CheckReducescatter(int rank, Mesh& mesh, ArenaSteps* steps, const Reduction& reduction,
-                          size_t count) {
+// Over the arena, or over the links with each algorithm.
+enum class Scatter { kArena, kRing, kHalving };
+
+std::vector<Scatter> ScattersOf(const ArenaSteps* steps) {
+  if (steps != nullptr) return {Scatter::kArena};
+  return {Scatter::kRing, Scatter::kHalving};
+}
+
+Status Reducescatter(Scatter scatter, Mesh& mesh, ArenaSteps* steps, const Reduction& reduction,
+                     Elements& source, Elements& target, const std::vector<Slice>& slices) {
+  if (scatter == Scatter::kArena) {
+    return ReducescatterShm(*steps, reduction, source.data(), target.data(), slices, Soon());
+  }
+  std::vector<std::byte> scratch;
+  return (scatter == Scatter::kRing ? ReducescatterRing : ReducescatterHalving)(
+      *mesh.transport, reduction, source.data(), target.data(), slices, scratch, Soon());
+}
+
+Status CheckReducescatter(Scatter scatter, Mesh& mesh, ArenaSteps* steps,
+                          const Reduction& reduction, size_t count) {
+  const int rank = mesh.transport->rank();
   const int size = mesh.transport->size();
   const std::vector<Slice> slices = EvenSlices(count, size);
   const Slice own = slices[static_cast<size_t>(rank)];
@@ -46,11 +65,7 @@ Status CheckReducescatter(int rank, Mesh& mesh, ArenaSteps* steps, const Reducti
     return testing::Contribution(reduction.dtype, reduction.op, rank, i);
   };
   for (size_t i = 0; i < count; ++i) source.Set(i, contribution(i));
-  std::vector<std::byte> scratch;
-  SHVD_TRY(steps != nullptr
-               ? ReducescatterShm(*steps, reduction, source.data(), target.data(), slices, Soon())
-               : ReducescatterRing(*mesh.transport, reduction, source.data(), target.data(), slices,
-                                   scratch, Soon()));
+  SHVD_TRY(Reducescatter(scatter, mesh, steps, reduction, source, target, slices));
   for (size_t i = 0; i < count; ++i) {
     EXPECT_EQ(source.Get(i), contribution(i)) << "the source changed";
   }
@@ -67,19 +82,23 @@ Status CheckReducescatter(int rank, Mesh& mesh, ArenaSteps* steps, const Reducti
 }
 
 TEST_P(ScatterTest, ReducescatterMatchesTheOracleForEveryDTypeOperatorAndLength) {
-  Run([](int rank, Mesh& mesh, ArenaSteps* steps) {
-    for (const DType dtype : testing::DTypesToReduce()) {
-      for (const ReduceOp op : testing::kEveryOp) {
-        if (op == ReduceOp::kAverage) continue;
-        for (const size_t count : {size_t{3}, size_t{997}}) {
-          SHVD_TRY(CheckReducescatter(rank, mesh, steps, Reduction{dtype, op, 1.0, 1.0}, count));
+  Run([](int, Mesh& mesh, ArenaSteps* steps) {
+    for (const Scatter scatter : ScattersOf(steps)) {
+      const auto check = [&](const Reduction& reduction, size_t count) {
+        return CheckReducescatter(scatter, mesh, steps, reduction, count);
+      };
+      for (const DType dtype : testing::DTypesToReduce()) {
+        for (const ReduceOp op : testing::kEveryOp) {
+          if (op == ReduceOp::kAverage) continue;
+          for (const size_t count : {size_t{3}, size_t{997}}) {
+            SHVD_TRY(check(Reduction{dtype, op, 1.0, 1.0}, count));
+          }
         }
       }
-    }
-    for (const size_t count :
-         {size_t{0}, size_t{1}, size_t{64}, size_t{100003}, size_t{5}, size_t{20000}}) {
-      const Reduction doubled{DType::kFloat32, ReduceOp::kSum, 1.0, 2.0};
-      SHVD_TRY(CheckReducescatter(rank, mesh, steps, doubled, count));
+      for (const size_t count :
+           {size_t{0}, size_t{1}, size_t{64}, size_t{100003}, size_t{5}, size_t{20000}}) {
+        SHVD_TRY(check(Reduction{DType::kFloat32, ReduceOp::kSum, 1.0, 2.0}, count));
+      }
     }
     return Status();
   });
@@ -91,14 +110,13 @@ TEST_P(ScatterTest, ReducescatterAveragesOverTheNumberOfRanks) {
     Elements source(DType::kFloat64, 40);
     for (size_t i = 0; i < 40; ++i) source.Set(i, rank + 1.0);
     Elements target(DType::kFloat64, 40);
-    std::vector<std::byte> scratch;
     const Reduction reduction{DType::kFloat64, ReduceOp::kAverage, 3.0, 0.5};
-    SHVD_TRY(steps != nullptr
-                 ? ReducescatterShm(*steps, reduction, source.data(), target.data(), slices, Soon())
-                 : ReducescatterRing(*mesh.transport, reduction, source.data(), target.data(),
-                                     slices, scratch, Soon()));
-    for (size_t i = 0; i < slices[static_cast<size_t>(rank)].count; ++i) {
-      EXPECT_NEAR(target.Get(i), 1.5 * (size() + 1) / 2, 1e-12);
+    for (const Scatter scatter : ScattersOf(steps)) {
+      SHVD_TRY(Reducescatter(scatter, mesh, steps, reduction, source, target, slices));
+      for (size_t i = 0; i < slices[static_cast<size_t>(rank)].count; ++i) {
+        EXPECT_NEAR(target.Get(i), 1.5 * (size() + 1) / 2, 1e-12);
+        target.Set(i, 0);
+      }
     }
     return Status();
   });
@@ -214,8 +232,7 @@ TEST(Alltoall, RefusesAPartThatDoesNotMatchItsNumberOfRows) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Sizes, ScatterTest,
-                         ::testing::Combine(::testing::ValuesIn(testing::SizesToTry()),
-                                            ::testing::Bool()),
+                         ::testing::Combine(::testing::Range(1, 10), ::testing::Bool()),
                          [](const auto& chosen) {
                            return std::to_string(std::get<0>(chosen.param)) +
                                   (std::get<1>(chosen.param) ? "ranksArena" : "ranksLinks");

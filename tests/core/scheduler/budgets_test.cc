@@ -82,7 +82,7 @@ const std::vector<Budget> kBudgets{
     {OperationKind::kAllgather,
      [](size_t ranks) { return Cost{2 * RoundsFor(ranks), (ranks - 1) * kBytes}; }},
     {OperationKind::kReducescatter,
-     [](size_t ranks) { return Cost{ranks - 1, (ranks - 1) * kBytes / ranks}; }},
+     [](size_t ranks) { return Cost{RoundsFor(ranks), (ranks - 1) * kBytes / ranks}; }},
     {OperationKind::kAlltoall,
      [](size_t ranks) {
        const size_t rows = 8 * (ranks - 1);  // their number for each rank
