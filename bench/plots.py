@@ -71,6 +71,9 @@ def plots() -> dict[str, str]:
         "writing.svg": draw("Bring 1,000,000 rows to the ranks: seconds, lower is better", writing()),
         "allreduce.svg": draw("Allreduce of two processes on one host: GB/s, higher is better", allreduce()),
         "scaling.svg": draw("Weak-scaling efficiency at 25 Gbit/s, simulated: higher is better", scaling()),
+        "stragglers.svg": draw(
+            "Wait for the last rank in a step, simulated: milliseconds, lower is better", stragglers()
+        ),
         "network.svg": draw("Allreduce between two hosts over TCP: milliseconds, lower is better", network()),
     }
 
@@ -157,6 +160,15 @@ def scaling() -> list[Group]:
             if name == model
         ]
         groups.append(Group(model, bars))
+    return groups
+
+
+def stragglers() -> list[Group]:
+    table = _part(_result("simulate"), r"steps with an exponential delay")
+    groups = []
+    for ranks, simulated, expected in re.findall(r"^ +(\d+) +([\d.]+) +([\d.]+)$", table, re.MULTILINE):
+        bars = [Bar("simulated", float(simulated), OURS), Bar("expected maximum", float(expected), BOUND)]
+        groups.append(Group(f"{ranks} ranks", bars))
     return groups
 
 

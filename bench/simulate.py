@@ -8,6 +8,7 @@ the times depend only on the costs below, not on the machine.
 
 from __future__ import annotations
 
+import math
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,8 @@ FUSION_BYTES = 64 * MIB  # as in core/scheduler/tunables.h
 LATENCY, LATENCY_IN_HOST, PER_MESSAGE = 20e-6, 5e-6, 2e-6  # seconds
 PER_BYTE_IN_HOST = 1e-10  # seconds; the ranks of a host exchange data at 10 GB/s
 PER_BYTE_AT_1_GBIT = 8e-9  # seconds; divide it by the Gbit/s of a link
+SLOWNESS = 4  # of one host's link
+MEAN_DELAY = 1e-3  # seconds; of a rank in a step
 
 
 @dataclass(frozen=True)
@@ -66,14 +69,31 @@ class Simulator:
         self.cycle = cache(self._cycle)
         self.allreduce = cache(self._allreduce)
         self.broadcast = cache(self._broadcast)
+        self.reducescatter = cache(self._reducescatter)
+        self.alltoall = cache(self._alltoall)
+        self.stragglers = cache(self._stragglers)
 
     def _cycle(self, hosts: int, per_host: int, fan_in: int) -> list[float]:
         """Return the seconds of a cycle, rank 0's messages and bytes, and the most messages of another rank."""
         return self._ask("negotiate", hosts, per_host, fan_in, *_costs(25))
 
-    def _allreduce(self, hosts: int, per_host: int, size: float, algorithm: str, gigabits: int) -> float:
-        """Return the seconds of an allreduce between hosts."""
-        return self._ask("allreduce", hosts, per_host, size, algorithm, *_costs(gigabits))[0]
+    def _allreduce(
+        self, hosts: int, per_host: int, size: float, algorithm: str, gigabits: int, *, slowness: float = 1
+    ) -> float:
+        """Return the seconds of an allreduce between hosts, one of which has a slower link."""
+        return self._ask("allreduce", hosts, per_host, size, algorithm, slowness, *_costs(gigabits))[0]
+
+    def _reducescatter(self, hosts: int, size: float, algorithm: str, gigabits: int) -> float:
+        """Return the seconds of a reduce-scatter between hosts with one rank each."""
+        return self._ask("reducescatter", hosts, size, algorithm, *_costs(gigabits))[0]
+
+    def _alltoall(self, hosts: int, per_host: int, size: int, gigabits: int) -> float:
+        """Return the seconds of an alltoall with `size` bytes from each rank to each rank."""
+        return self._ask("alltoall", hosts, per_host, size, *_costs(gigabits))[0]
+
+    def _stragglers(self, hosts: int, mean: float, gigabits: int) -> float:
+        """Return by how many seconds a step is longer than a rank computes on average."""
+        return self._ask("stragglers", hosts, mean, *_costs(gigabits))[0]
 
     def _broadcast(self, hosts: int, size: float, route: str, gigabits: int) -> float:
         """Return the seconds of a broadcast between hosts."""
@@ -93,7 +113,11 @@ def main() -> None:
         print(f"{PER_MESSAGE * 1e6:.0f} us of processor time per message at each end, {PER_HOST} ranks per host.\n")
         print_cycles(simulated)
         print_allreduces(simulated, 25)
+        print_reducescatters(simulated, 25)
         print_broadcasts(simulated, 25)
+        print_alltoalls(simulated, 25)
+        print_slow_links(simulated, 25)
+        print_stragglers(simulated, 25)
         print_efficiency(simulated)
 
 
@@ -134,6 +158,76 @@ def print_allreduces(simulated: Simulator, gigabits: int) -> None:
             least = 2 * (hosts - 1) / hosts * size * PER_BYTE_AT_1_GBIT / gigabits  # 2 (N - 1) / N times the bytes
             print(f"{hosts:>7}{size:>12}" + "".join(f"{time * 1e3:>10.3f}" for time in (*times, least)))
     print()
+
+
+def print_reducescatters(simulated: Simulator, gigabits: int) -> None:
+    print(f"reduce-scatter between hosts with one rank each, {gigabits} Gbit/s per host: ms\n")
+    print(f"{'hosts':>7}{'bytes':>12}{'ours':>10}{'ring':>10}{'halving':>10}{'least':>10}")
+    for hosts in (2, 8, 12, 32, 128):
+        for size in SIZES:
+            times = [simulated.reducescatter(hosts, size, name, gigabits) for name in ("ours", "ring", "halving")]
+            least = (hosts - 1) / hosts * size * PER_BYTE_AT_1_GBIT / gigabits
+            print(f"{hosts:>7}{size:>12}" + "".join(f"{time * 1e3:>10.3f}" for time in (*times, least)))
+    print()
+
+
+def print_alltoalls(simulated: Simulator, gigabits: int) -> None:
+    print(f"alltoall, bytes from each rank to each rank, {gigabits} Gbit/s per host: ms\n")
+    print(f"{'ranks':>7}{'bytes':>12}{'ours':>10}{'least':>10}{'Bruck':>10}")
+    for hosts, sizes in ((8, (64, 1024, 16384)), (32, (64, 1024)), (128, (64,))):
+        for size in sizes:
+            ranks = hosts * PER_HOST
+            times = simulated.alltoall(hosts, PER_HOST, size, gigabits), *alltoall_bounds(ranks, size, gigabits)
+            print(f"{ranks:>7}{size:>12}" + "".join(f"{time * 1e3:>10.3f}" for time in times))
+    print()
+
+
+def alltoall_bounds(ranks: int, size: int, gigabits: int) -> tuple[float, float]:
+    """Return the least time of an alltoall with a message per pair, and the time of Bruck's algorithm.
+
+    The first is that of the LogGP model (Alexandrov et al., 1997): the processor sends and receives a message per peer,
+    while the link of the host transfers the bytes of its ranks. The second is the closed form in Thakur, Rabenseifner
+    and Gropp (2005), for log2(N) rounds with half of the data each (Bruck et al., "Efficient algorithms for all-to-all
+    communications in multiport message-passing systems", 1997).
+    """
+    per_byte = PER_BYTE_AT_1_GBIT / gigabits * PER_HOST  # a rank's share of the link
+    processor = 2 * (ranks - 1) * PER_MESSAGE
+    link = LATENCY + 2 * PER_MESSAGE + (ranks - PER_HOST) * size * per_byte
+    rounds = math.log2(ranks)
+    return max(processor, link), rounds * (LATENCY + 2 * PER_MESSAGE + ranks / 2 * size * per_byte)
+
+
+def print_slow_links(simulated: Simulator, gigabits: int) -> None:
+    print(f"allreduce between hosts, one link {SLOWNESS} times slower than {gigabits} Gbit/s: ms\n")
+    print(f"{'hosts':>7}{'bytes':>12}{'ours':>10}{'all equal':>12}{'least':>10}")
+    for hosts in HOSTS:
+        for size in (4096, MIB, 64 * MIB):
+            times = [
+                simulated.allreduce(hosts, PER_HOST, size, "ours", gigabits, slowness=slow) for slow in (SLOWNESS, 1)
+            ]
+            least = 2 * (hosts - 1) / hosts * size * SLOWNESS * PER_BYTE_AT_1_GBIT / gigabits
+            print(f"{hosts:>7}{size:>12}{times[0] * 1e3:>10.3f}{times[1] * 1e3:>12.3f}{least * 1e3:>10.3f}")
+    print()
+
+
+def print_stragglers(simulated: Simulator, gigabits: int) -> None:
+    print(
+        f"steps with an exponential delay of {MEAN_DELAY * 1e3:.0f} ms on average on each rank: ms beyond the average\n"
+    )
+    print(f"{'ranks':>7}{'simulated':>12}{'expected':>10}")
+    for ranks in HOSTS:
+        seconds = simulated.stragglers(ranks, MEAN_DELAY, gigabits)
+        print(f"{ranks:>7}{seconds * 1e3:>12.2f}{straggling(ranks) * 1e3:>10.2f}")
+    print()
+
+
+def straggling(ranks: int) -> float:
+    """Return by how many seconds the last rank's expected delay is above the average.
+
+    The expected maximum of N exponential variables is their mean times the N-th harmonic number (David and Nagaraja,
+    "Order Statistics", 2003).
+    """
+    return MEAN_DELAY * (sum(1 / number for number in range(1, ranks + 1)) - 1)
 
 
 def print_broadcasts(simulated: Simulator, gigabits: int) -> None:

@@ -3,22 +3,33 @@
 //
 //   negotiate HOSTS RANKS_PER_HOST FAN_IN COSTS    -> seconds of a cycle, messages and bytes that
 //                                                     rank 0 sends, most messages of another rank
-//   allreduce HOSTS LANES BYTES ALGORITHM COSTS    -> seconds, messages and bytes that a rank sends
+//   allreduce HOSTS LANES BYTES ALGORITHM SLOWNESS COSTS -> seconds, messages and bytes that a rank
+//                                                           sends
+//   reducescatter HOSTS BYTES ALGORITHM COSTS      -> the same
 //   broadcast HOSTS BYTES ROUTE COSTS              -> the same
+//   alltoall HOSTS RANKS_PER_HOST BYTES COSTS      -> the same
+//   stragglers HOSTS MEAN COSTS                    -> seconds of a step beyond MEAN
 //
 // COSTS are the numbers of NetworkCosts. BYTES is the size of the whole array. Each lane carries
 // its share of the bytes over its share of the link, so the program simulates one lane. ALGORITHM
-// is ring, halving, doubling or ours, the core's own choice. ROUTE is tree or ours.
+// is ring, halving, doubling or ours, the core's own choice. ROUTE is tree or ours. The link of the
+// last host is slower by SLOWNESS. The BYTES of an alltoall are those from one rank to another. A
+// step with stragglers is an allreduce of 4 KiB, before which every rank computes for a random time
+// with an exponential distribution.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <iostream>
+#include <map>
+#include <random>
 #include <string>
 #include <vector>
 
 #include "collectives/allreduce_links.h"
+#include "collectives/alltoall.h"
 #include "collectives/broadcast.h"
+#include "collectives/reducescatter.h"
 #include "collectives/select.h"
 #include "collectives/slices.h"
 #include "scheduler/negotiation.h"
@@ -111,10 +122,10 @@ void Print(const VirtualNetwork& network, int ranks) {
 
 void Allreduce() {
   int hosts = 0, lanes = 0;
-  double bytes = 0;
+  double bytes = 0, slowness = 1;
   std::string algorithm;
   NetworkCosts costs;
-  std::cin >> hosts >> lanes >> bytes >> algorithm >> costs;
+  std::cin >> hosts >> lanes >> bytes >> algorithm >> slowness >> costs;
   costs.per_byte *= lanes;
   const double own_bytes = bytes / lanes;
   const auto allreduce = Algorithm(algorithm, hosts, lanes, own_bytes);
@@ -122,6 +133,7 @@ void Allreduce() {
   const size_t count = static_cast<size_t>(hosts) * kCacheLine / sizeof(float);
   const double scale = own_bytes / static_cast<double>(count * sizeof(float));
   VirtualNetwork network(OneRankPerHost(hosts), costs, scale);
+  network.SlowDown(hosts - 1, slowness);
   network.OnEveryRank([&](Transport& transport) {
     std::vector<float> data(count, 1.0f);
     std::vector<std::byte> scratch;
@@ -130,6 +142,80 @@ void Allreduce() {
                       Deadline::AfterSeconds(kPatience)));
   });
   Print(network, hosts);
+}
+
+void Reducescatter() {
+  int hosts = 0;
+  double bytes = 0;
+  std::string name;
+  NetworkCosts costs;
+  std::cin >> hosts >> bytes >> name >> costs;
+  const bool halves =
+      name == "ours" ? ScattersByHalving(hosts, static_cast<size_t>(bytes)) : name == "halving";
+  const auto reducescatter = halves ? ReducescatterHalving : ReducescatterRing;
+  constexpr size_t kFloats = kCacheLine / sizeof(float);
+  const size_t count = static_cast<size_t>(hosts) * kFloats;
+  const double scale = bytes / static_cast<double>(count * sizeof(float));
+  VirtualNetwork network(OneRankPerHost(hosts), costs, scale);
+  network.OnEveryRank([&](Transport& transport) {
+    const std::vector<float> source(count, 1.0f);
+    std::vector<float> target(kFloats);
+    std::vector<std::byte> scratch;
+    Require(reducescatter(transport, Reduction{}, reinterpret_cast<const std::byte*>(source.data()),
+                          reinterpret_cast<std::byte*>(target.data()), EvenSlices(count, hosts),
+                          scratch, Deadline::AfterSeconds(kPatience)));
+  });
+  Print(network, hosts);
+}
+
+void Alltoall() {
+  int hosts = 0, per_host = 0;
+  size_t bytes = 0;
+  NetworkCosts costs;
+  std::cin >> hosts >> per_host >> bytes >> costs;
+  costs.per_byte *= per_host;  // a rank's share of the link
+  const int size = hosts * per_host;
+  std::vector<int> host_of;
+  for (int rank = 0; rank < size; ++rank) host_of.push_back(rank / per_host);
+  VirtualNetwork network(host_of, costs);
+  network.OnEveryRank([&](Transport& transport) {
+    const std::vector<int64_t> splits(static_cast<size_t>(size), 1);
+    const std::vector<std::byte> source(splits.size() * bytes);
+    std::vector<std::byte> target(source.size());
+    std::vector<std::byte> scratch;
+    const auto target_of = [&](const std::vector<int64_t>&) -> Result<Bytes> {
+      return Bytes(target.data(), target.size());
+    };
+    Require(AlltoallLinks(transport, {ConstBytes(source.data(), source.size()), splits, bytes},
+                          target_of, scratch, Deadline::AfterSeconds(kPatience)));
+  });
+  Print(network, size);
+}
+
+void Stragglers() {
+  constexpr int kSteps = 500;
+  constexpr size_t kFloats = 1024;
+  int hosts = 0;
+  double mean = 0;
+  NetworkCosts costs;
+  std::cin >> hosts >> mean >> costs;
+  VirtualNetwork network(OneRankPerHost(hosts), costs);
+  network.OnEveryRank([&](Transport& transport) {
+    const int rank = transport.rank();
+    std::seed_seq seed{rank};
+    std::mt19937 random(seed);
+    std::vector<float> data(kFloats, 1.0f);
+    std::vector<std::byte> scratch;
+    for (int step = 0; step < kSteps; ++step) {
+      // std::exponential_distribution differs between the standard libraries.
+      const double uniform = (static_cast<double>(random()) + 0.5) / 0x1p32;
+      network.Compute(rank, -mean * std::log(uniform));
+      Require(AllreduceDoublingInPlace(transport, Reduction{}, hosts,
+                                       reinterpret_cast<std::byte*>(data.data()), kFloats, scratch,
+                                       Deadline::AfterSeconds(kPatience)));
+    }
+  });
+  std::printf("%.9g\n", network.Latest() / kSteps - mean);
 }
 
 void Broadcast() {
@@ -158,18 +244,21 @@ void Broadcast() {
 }  // namespace sparkhvd
 
 int main() {
+  const std::map<std::string, void (*)()> cases{
+      {"negotiate", sparkhvd::Negotiate},         {"allreduce", sparkhvd::Allreduce},
+      {"reducescatter", sparkhvd::Reducescatter}, {"broadcast", sparkhvd::Broadcast},
+      {"alltoall", sparkhvd::Alltoall},           {"stragglers", sparkhvd::Stragglers},
+  };
   std::string kind;
   while (std::cin >> kind) {
-    if (kind == "negotiate") {
-      sparkhvd::Negotiate();
-    } else if (kind == "allreduce") {
-      sparkhvd::Allreduce();
-    } else if (kind == "broadcast") {
-      sparkhvd::Broadcast();
-    } else {
-      std::cerr << "Unknown case " << kind << "; expected negotiate, allreduce or broadcast.\n";
+    const auto found = cases.find(kind);
+    if (found == cases.end()) {
+      std::cerr << "Unknown case " << kind << "; expected one of:";
+      for (const auto& known : cases) std::cerr << " " << known.first;
+      std::cerr << "\n";
       return 1;
     }
+    found->second();
     std::fflush(stdout);
   }
 }

@@ -43,6 +43,13 @@ class VirtualNetwork {
   VirtualNetwork(std::vector<int> hosts, const NetworkCosts& costs, double scale = 1)
       : hosts_(std::move(hosts)), costs_(costs), scale_(scale), ranks_(hosts_.size()) {}
 
+  // Makes the rank's link between hosts slower by `factor`, in both directions. Call it before the
+  // ranks run.
+  void SlowDown(int rank, double factor) { At(rank).slowness = factor; }
+
+  // Lets a rank compute for `seconds`. Only the thread of the rank may call it.
+  void Compute(int rank, double seconds) { At(rank).own.now += seconds; }
+
   // Runs `body` for every rank, each on a thread.
   void OnEveryRank(const std::function<void(Transport&)>& body) {
     std::vector<std::thread> threads;
@@ -67,7 +74,8 @@ class VirtualNetwork {
     std::vector<std::byte> content;
     double sent;  // when the last byte left
     double latency;
-    double line;  // seconds on the receiver's line
+    double sending;    // seconds on the sender's line
+    double receiving;  // seconds on the receiver's line
   };
   struct Receive {
     int peer;
@@ -76,6 +84,7 @@ class VirtualNetwork {
   };
   struct Rank {
     VirtualRank own;
+    double slowness = 1;
     double sending_until = 0;
     double receiving_until = 0;
     Ticket last = 0;
@@ -118,17 +127,20 @@ class VirtualNetwork {
     Rank& self = At(rank);
     const bool local = hosts_[static_cast<size_t>(rank)] == hosts_[static_cast<size_t>(peer)];
     const double bytes = static_cast<double>(data.size()) * scale_;
+    Rank& receiver = At(peer);
     const double line = bytes * (local ? costs_.per_byte_in_host : costs_.per_byte);
+    const double sending = line * (local ? 1 : self.slowness);
+    const double receiving = line * (local ? 1 : receiver.slowness);
     self.own.now += costs_.per_message;
-    self.sending_until = std::max(self.own.now, self.sending_until) + line;
+    self.sending_until = std::max(self.own.now, self.sending_until) + sending;
     ++self.own.messages;
     self.own.bytes += static_cast<size_t>(bytes);
     const Ticket ticket = ++self.last;
     const bool buffered = bytes <= static_cast<double>(costs_.buffered);
     self.sends[ticket] = buffered ? self.own.now : self.sending_until;
-    Message message{{}, self.sending_until, local ? costs_.latency_in_host : costs_.latency, line};
+    const double latency = local ? costs_.latency_in_host : costs_.latency;
+    Message message{{}, self.sending_until, latency, sending, receiving};
     if (!data.empty()) message.content.assign(data.data(), data.data() + data.size());
-    Rank& receiver = At(peer);
     const std::lock_guard<std::mutex> lock(receiver.mutex);
     receiver.inbox[rank].push_back(std::move(message));
     receiver.changed.notify_all();
@@ -162,8 +174,9 @@ class VirtualNetwork {
     };
     std::stable_sort(arrived.begin(), arrived.end(), earlier);
     for (const Message& message : arrived) {
-      const double begins = message.sent + message.latency - message.line;
-      self.receiving_until = std::max(self.receiving_until, begins) + message.line;
+      const double ends = message.sent + message.latency;  // if the receiver's line is free
+      const double begins = std::max(self.receiving_until, ends - message.sending);
+      self.receiving_until = std::max(begins + message.receiving, ends);
       self.own.now = std::max(self.own.now, self.receiving_until) + costs_.per_message;
     }
     return Status();

@@ -7,8 +7,10 @@
 
 #include "collectives/allgather.h"
 #include "collectives/allreduce_links.h"
+#include "collectives/alltoall.h"
 #include "collectives/barrier.h"
 #include "collectives/broadcast.h"
+#include "collectives/reducescatter.h"
 #include "collectives/select.h"
 #include "scheduler/negotiation.h"
 
@@ -88,6 +90,40 @@ TEST(VirtualNetwork, AlgorithmsTakeTheTimesOfTheirClosedForms) {
   EXPECT_NEAR(network.Latest(), 4 * (message + costs.per_byte), 1e-9);
 }
 
+// Ranks beyond a power of two add a message before the rounds and one after them.
+TEST(VirtualNetwork, AReducescatterByHalvingTakesOneRoundPerDoublingOfTheRanks) {
+  const NetworkCosts costs;
+  const double message = costs.latency + 2 * costs.per_message;
+  for (const int size : {2, 4, 8, 32, 3, 7, 9, 33}) {
+    const size_t count = 288 * static_cast<size_t>(size);
+    const auto bytes = static_cast<double>(count * sizeof(float));
+    const std::vector<Slice> slices = EvenSlices(count, size);
+    VirtualNetwork network(OwnHosts(size), costs);
+    network.OnEveryRank([&](Transport& transport) {
+      const std::vector<float> source(count, 1.0f);
+      std::vector<float> target(count / static_cast<size_t>(size));
+      std::vector<std::byte> scratch;
+      const Status status = ReducescatterHalving(
+          transport, Reduction{}, reinterpret_cast<const std::byte*>(source.data()),
+          reinterpret_cast<std::byte*>(target.data()), slices, scratch, Patience());
+      EXPECT_TRUE(status.ok()) << status.message();
+      EXPECT_EQ(target, std::vector<float>(target.size(), static_cast<float>(size)));
+    });
+    int rounds = 0;
+    while (2 << rounds <= size) ++rounds;
+    if (1 << rounds == size) {
+      EXPECT_NEAR(network.Latest(), rounds * message + (1.0 - 1.0 / size) * bytes * costs.per_byte,
+                  1e-9);
+    } else {
+      ++rounds;  // the messages of a rank after the rounds
+      EXPECT_LE(network.Latest(), (rounds + 1) * message + 2.2 * bytes * costs.per_byte);
+    }
+    for (int rank = 0; rank < size; ++rank) {
+      EXPECT_LE(network.rank(rank).messages, static_cast<size_t>(rounds)) << rank << " of " << size;
+    }
+  }
+}
+
 TEST(VirtualNetwork, AGatherByDoublingTakesOneRoundPerDoublingOfTheRanks) {
   const NetworkCosts costs;
   for (const int size : {2, 7, 16, 33}) {
@@ -151,6 +187,81 @@ TEST(VirtualNetwork, ABroadcastTakesTheFasterRoute) {
           << size << " " << bytes;
     }
   }
+}
+
+TEST(VirtualNetwork, ASlowLinkSlowsDownWhatItsRankSendsAndReceives) {
+  const NetworkCosts costs;
+  constexpr size_t kBytes = 100000;  // more than is buffered
+  const double line = kBytes * costs.per_byte;
+  for (const int slow : {0, 1}) {
+    VirtualNetwork network(OwnHosts(2), costs);
+    network.SlowDown(slow, 3);
+    network.OnEveryRank([](Transport& transport) {
+      std::vector<std::byte> data(kBytes);
+      const auto ticket = transport.rank() == 0
+                              ? transport.PostSend(1, ConstBytes(data.data(), data.size()))
+                              : transport.PostReceive(0, Bytes(data.data(), data.size()));
+      EXPECT_TRUE(transport.Wait(Span<const Ticket>(&ticket.value(), 1), Patience()).ok());
+    });
+    EXPECT_NEAR(network.rank(0).now, costs.per_message + (slow == 0 ? 3 : 1) * line, 1e-12);
+    EXPECT_NEAR(network.rank(1).now, 2 * costs.per_message + costs.latency + 3 * line, 1e-12);
+  }
+}
+
+// Every rank waits for the bytes of the slow one, which sends and receives as many as the others.
+TEST(VirtualNetwork, ASlowLinkSlowsDownARingInEveryStep) {
+  const NetworkCosts costs;
+  constexpr int kSize = 8;
+  constexpr size_t kCount = 1 << 12;
+  VirtualNetwork network(OwnHosts(kSize), costs);
+  network.SlowDown(3, 4);
+  network.OnEveryRank([](Transport& transport) {
+    std::vector<float> data(kCount, 1.0f);
+    std::vector<std::byte> scratch;
+    EXPECT_TRUE(AllreduceRingInPlace(transport, Reduction{}, kSize,
+                                     reinterpret_cast<std::byte*>(data.data()), kCount, scratch,
+                                     Patience())
+                    .ok());
+  });
+  const double message = costs.latency + 2 * costs.per_message;
+  const double slow = 4 * 4.0 * kCount / kSize * costs.per_byte;
+  EXPECT_NEAR(network.Latest(), 2 * (kSize - 1) * (message + slow), 1e-4);
+}
+
+TEST(VirtualNetwork, AnAllreduceEndsAfterItsLastRankHasBegun) {
+  const NetworkCosts costs;
+  const double alone = TimeOf(AllreduceDoublingInPlace, 8, 16, costs);
+  VirtualNetwork network(OwnHosts(8), costs);
+  network.OnEveryRank([&](Transport& transport) {
+    network.Compute(transport.rank(), transport.rank() == 5 ? 0.25 : 0.125);
+    std::vector<float> data(16, 1.0f);
+    std::vector<std::byte> scratch;
+    EXPECT_TRUE(AllreduceDoublingInPlace(transport, Reduction{}, 8,
+                                         reinterpret_cast<std::byte*>(data.data()), data.size(),
+                                         scratch, Patience())
+                    .ok());
+  });
+  EXPECT_NEAR(network.Latest(), 0.25 + alone, 1e-9);
+}
+
+// All messages are in transit at once, so their latency passes while the processor sends others.
+TEST(VirtualNetwork, AnAlltoallOfShortPartsTakesTheProcessorTwoMessagesPerPeer) {
+  const NetworkCosts costs;
+  constexpr int kSize = 16;
+  constexpr size_t kRow = 100;
+  VirtualNetwork network(OwnHosts(kSize), costs);
+  network.OnEveryRank([](Transport& transport) {
+    std::vector<std::byte> data(kSize * kRow);
+    std::vector<std::byte> received(kSize * kRow);
+    std::vector<std::byte> scratch;
+    const std::vector<int64_t> splits(kSize, 1);
+    const auto target = [&](const std::vector<int64_t>&) -> Result<Bytes> {
+      return Bytes(received.data(), received.size());
+    };
+    const RowsToSend rows{ConstBytes(data.data(), data.size()), splits, kRow};
+    EXPECT_TRUE(AlltoallLinks(transport, rows, target, scratch, Patience()).ok());
+  });
+  EXPECT_NEAR(network.Latest(), 2 * (kSize - 1) * costs.per_message, 1e-9);
 }
 
 TEST(VirtualNetwork, AByteCountsAsScaleBytes) {
