@@ -122,6 +122,32 @@ TEST_P(ScatterTest, ReducescatterAveragesOverTheNumberOfRanks) {
   });
 }
 
+TEST(Reducescatter, NamesTheRankThatDoesNotComeBeforeAndWithinTheRoundsOfHalving) {
+  constexpr int kSize = 5;
+  // Rank 0 waits for rank 1 before the rounds, and for rank 2 in the first round.
+  for (const int missing : {1, 2}) {
+    std::vector<Mesh> meshes = InProcessMeshes({0, 1, 2, 3, 4});
+    const std::vector<Status> statuses = OnEveryRank(meshes, [&](int rank, Mesh& mesh) {
+      if (rank == missing) return Status();
+      const std::vector<float> source(100);
+      std::vector<float> target(100);
+      std::vector<std::byte> scratch;
+      return ReducescatterHalving(
+          *mesh.transport, Reduction{}, reinterpret_cast<const std::byte*>(source.data()),
+          reinterpret_cast<std::byte*>(target.data()), EvenSlices(source.size(), kSize), scratch,
+          Deadline::AfterSeconds(1));
+    });
+    const std::string where = missing == 1 ? "before the rounds: " : "halving distance 1: ";
+    EXPECT_EQ(statuses[0].code(), StatusCode::kTimeout);
+    EXPECT_EQ(statuses[0].message().find(where), size_t{0}) << statuses[0].message();
+    EXPECT_NE(statuses[0].message().find("from rank " + std::to_string(missing)), std::string::npos)
+        << statuses[0].message();
+    for (int rank = 0; rank < kSize; ++rank) {
+      EXPECT_EQ(statuses[static_cast<size_t>(rank)].ok(), rank == missing) << rank;
+    }
+  }
+}
+
 // Runs an alltoall in which rank s sends `rows_between(s, r)` rows of `row_bytes` to rank r, and
 // checks what this rank receives.
 Status CheckAlltoall(Mesh& mesh, ArenaSteps* steps, size_t row_bytes,
