@@ -6,6 +6,7 @@ The history is the same on every rank, so all ranks reach the same decision.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -17,7 +18,14 @@ from sparkhvd.estimators.params.plain_values import plain
 if TYPE_CHECKING:
     from sparkhvd.estimators.reports import EpochRecord
 
-Mode = Literal["min", "max"]
+Mode = Literal["min", "max", "auto"]
+
+# A metric is better if it is higher when its name contains one of the first words and none of the second.
+_HIGHER_IS_BETTER = re.compile(
+    "acc|accuracy|auc|auroc|bleu|correlation|corrcoef|dice|f1|fbeta|fmeasure|iou|jaccard|kappa|map|mrr|ndcg|"
+    "negatives|positives|precision|psnr|r2|recall|rouge|sensitivity|similarity|specificity|ssim"
+)
+_LOWER_IS_BETTER = re.compile("error|false|loss")
 
 
 @dataclass(frozen=True)
@@ -28,18 +36,19 @@ class EarlyStopping:
         monitor: the monitored metric: ``loss``, the name of a metric, or either with the prefix ``val_``.
         patience: epochs without an improvement after which the training ends; epochs without validation do not count.
         min_delta: a value counts as an improvement only if it is better by more than this.
-        mode: ``min`` if lower is better, else ``max``.
+        mode: ``min`` if lower is better, ``max`` if higher is better, or ``auto``, which becomes one of them by the
+            words in ``monitor``, such as "accuracy", "auc" or "f1": ``min`` if none is known.
     """
 
     monitor: str = "val_loss"
     patience: int = 3
     min_delta: float = 0.0
-    mode: Mode = "min"
+    mode: Mode = "auto"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "patience", plain(self.patience))
         object.__setattr__(self, "min_delta", plain(self.min_delta))
-        _check_mode("EarlyStopping", self.mode)
+        object.__setattr__(self, "mode", _resolved_mode("EarlyStopping", self.mode, self.monitor))
         if self.patience < 1 or not self.min_delta >= 0:
             raise ParamError(
                 f"EarlyStopping(patience={self.patience}, min_delta={self.min_delta}): patience must be at least 1 "
@@ -62,18 +71,18 @@ class Checkpoints:
         keep: number of last epochs whose checkpoints stay in the Store.
         best: the metric (named as in ``EarlyStopping``) that selects the best epoch, whose model is kept and returned;
             None returns the last epoch's.
-        mode: ``min`` if lower values of ``best`` are better, else ``max``.
+        mode: whether lower or higher values of ``best`` are better, as in ``EarlyStopping``.
     """
 
     every_steps: int | None = None
     keep: int = 1
     best: str | None = None
-    mode: Mode = "min"
+    mode: Mode = "auto"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "keep", plain(self.keep))
         object.__setattr__(self, "every_steps", plain(self.every_steps))
-        _check_mode("Checkpoints", self.mode)
+        object.__setattr__(self, "mode", _resolved_mode("Checkpoints", self.mode, self.best or ""))
         if self.keep < 1 or (self.every_steps is not None and self.every_steps < 1):
             raise ParamError(
                 f"Checkpoints(every_steps={self.every_steps}, keep={self.keep}): both numbers must be at least 1."
@@ -151,6 +160,17 @@ def check_monitored(monitors: Mapping[str, str], names: Collection[str]) -> None
             raise ParamError(f"{parameter} monitors {monitor!r}, but an epoch reports {', '.join(known)}.{hint}")
 
 
-def _check_mode(policy: str, mode: str) -> None:
-    if mode not in {"min", "max"}:
-        raise ParamError(f"{policy}(mode={mode!r}): mode must be 'min' or 'max'.")
+def _resolved_mode(policy: str, mode: Mode, monitor: str) -> Mode:
+    """Return ``min`` or ``max``; the mode belongs to the identity of a run, so ``auto`` never reaches it."""
+    if mode not in {"min", "max", "auto"}:
+        raise ParamError(f"{policy}(mode={mode!r}): mode must be 'auto', 'min' or 'max'.")
+    return _mode_by_name(monitor) if mode == "auto" else mode
+
+
+def _mode_by_name(monitor: str) -> Mode:
+    """Return the mode of a metric by the words in its name, such as ``val_top_5_acc`` or ``MulticlassF1Score``."""
+    separated = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", monitor.replace("IoU", "Iou"))
+    numbered: list[str] = re.findall(r"[a-z]+[0-9]*", separated.lower().replace("io_u", "iou"))
+    words = {*numbered, *(word.rstrip("0123456789") for word in numbered)}
+    is_higher, is_lower = (any(map(kind.fullmatch, words)) for kind in (_HIGHER_IS_BETTER, _LOWER_IS_BETTER))
+    return "max" if is_higher and not is_lower else "min"

@@ -57,9 +57,31 @@ def test_epochs_without_validation_do_not_count():
 def test_invalid_policies_are_refused():
     with pytest.raises(ParamError, match=r"Unknown metric 'val_loos'; an epoch reports loss, val_loss, val_acc"):
         EarlyStopping("val_loos").ends(history(1.0))
-    with pytest.raises(ParamError, match="mode must be 'min' or 'max'"):
-        EarlyStopping(mode="auto")
+    with pytest.raises(ParamError, match="mode must be 'auto', 'min' or 'max'"):
+        EarlyStopping(mode="best")
     with pytest.raises(ParamError, match="patience must be at least 1"):
         EarlyStopping(patience=0)
     with pytest.raises(ParamError, match="both numbers must be at least 1"):
         Checkpoints(every_steps=0)
+
+
+@pytest.mark.parametrize(
+    ("metric", "mode"),
+    [
+        *((name, "max") for name in ("val_accuracy", "acc@1", "val_top5_acc", "auc_1", "mean_io_u", "val/f1")),
+        *((name, "max") for name in ("MulticlassF1Score", "MeanIoU", "BinaryAUROC", "r2_score", "true_positives")),
+        *((name, "min") for name in ("val_loss", "accuracy_loss", "rmse", "false_negatives", "wer", "perplexity")),
+    ],
+)
+def test_the_name_of_a_metric_says_whether_higher_is_better(metric, mode):
+    assert (Checkpoints(best=metric).mode, EarlyStopping(metric).mode) == (mode, mode)
+    other = "min" if mode == "max" else "max"
+    assert (Checkpoints(best=metric, mode=other).mode, EarlyStopping(metric, mode=other).mode) == (other, other)
+    assert Checkpoints(best=metric) == Checkpoints(best=metric, mode=mode), "a run has the same identity with both"
+
+
+def test_the_best_epoch_by_accuracy_is_that_with_the_highest():
+    records = [EpochRecord(epoch, {"loss": 1.0, "accuracy": value}) for epoch, value in enumerate((0.2, 0.9, 0.5))]
+    assert Checkpoints(best="accuracy").best_epoch(records) == 1
+    assert EarlyStopping("accuracy", patience=1).ends(records)
+    assert not EarlyStopping("accuracy", patience=1).ends(records[:2])
