@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 import keras
 import numpy as np
@@ -12,15 +13,18 @@ import numpy.typing as npt
 
 from sparkhvd.comm import session
 from sparkhvd.comm.collectives.buffers import ReduceOp
-from sparkhvd.estimators.keras.arrays import value_of
+from sparkhvd.estimators.keras.arrays import arrays_from_bytes, arrays_to_bytes, value_of
 from sparkhvd.estimators.keras.dataset import BatchDataset
 from sparkhvd.estimators.keras.divisors import CurrentBatch
 from sparkhvd.estimators.keras.graph_flags import GraphFlags
 from sparkhvd.estimators.keras.metrics import Logs, MetricSums, as_number, summed_results
+from sparkhvd.estimators.keras.module_buffers import Arrays
 from sparkhvd.estimators.keras.randomness import RandomStates
-from sparkhvd.estimators.keras.statistics import LayerStatistics, variables_independent_of_rows
+from sparkhvd.estimators.keras.statistics import LayerStatistics, variables_independent_of_rows, without_sums
 from sparkhvd.estimators.plugin import Trainer, TrainHooks
 from sparkhvd.estimators.reports import EpochReport, StepReport, StepTimes
+
+_STATISTICS = "statistics."  # begins the names of a rank's own statistics in its state
 
 
 @dataclass
@@ -30,6 +34,28 @@ class EpochMetrics:
     train: dict[str, tuple[float, int]] = field(default_factory=dict)
     validation: dict[str, tuple[float, int]] = field(default_factory=dict)
     times: StepTimes = field(default_factory=StepTimes)
+
+
+@dataclass(frozen=True)
+class _OwnStatistics:
+    """The statistics of one rank before their synchronization, and its rows since the previous one."""
+
+    values: Arrays
+    rows: int
+
+    def arrays(self) -> Arrays:
+        """Return what the state of the rank holds of them."""
+        named = {f"{_STATISTICS}{name}": value for name, value in without_sums(self.values).items()}
+        return {**named, "rows of statistics": np.array(self.rows)}
+
+    @classmethod
+    def of_rank_state(cls, arrays: Arrays) -> Self | None:
+        """Return the statistics in the state of a rank; None without any, as in checkpoints of older versions."""
+        if "rows of statistics" not in arrays:
+            return None
+        own = {name: value for name, value in arrays.items() if name.startswith(_STATISTICS)}
+        values = {name.removeprefix(_STATISTICS): value for name, value in own.items()}
+        return cls(values, int(arrays["rows of statistics"]))
 
 
 class EpochBeginCallback(keras.callbacks.Callback):  # type: ignore[misc]  # keras has no types
@@ -44,8 +70,8 @@ class EpochBeginCallback(keras.callbacks.Callback):  # type: ignore[misc]  # ker
         statistics: LayerStatistics,
         current: CurrentBatch,
         graph_flags: GraphFlags,
-        saves_within_epoch: bool,
         earlier_metrics: Sequence[bytes],
+        rank_state: bytes | None,
     ) -> None:
         super().__init__()
         self._earlier_metrics = earlier_metrics  # the metric states from before the interruption, for a resumed epoch
@@ -53,7 +79,8 @@ class EpochBeginCallback(keras.callbacks.Callback):  # type: ignore[misc]  # ker
         self._current = current
         self.graph_flags = graph_flags
         self._equal_rows = 0  # this rank's rows in the epoch at the last synchronization of the statistics
-        self._saves_within_epoch = saves_within_epoch  # whether the model may be saved after any batch
+        self._own_statistics: _OwnStatistics | None = None  # while the model has those of all ranks within an epoch
+        self._rank_state = rank_state  # of a run that resumes within an epoch, until its first batch
         self._seeds = seeds
         self.batches_before = 0  # batches of the epoch that the interrupted run trained
         self.metrics = EpochMetrics()
@@ -86,6 +113,7 @@ class EpochBeginCallback(keras.callbacks.Callback):  # type: ignore[misc]  # ker
         self._seeds.begin_batch()
         if batch == 0:  # Keras has reset the metrics
             self.sums.begin(self._earlier_metrics if self.data.begins_within() else ())
+        self._resume_statistics()
         self._save_variables(batch, self.data)
         self._current.begin(self.data, batch)
 
@@ -95,19 +123,43 @@ class EpochBeginCallback(keras.callbacks.Callback):  # type: ignore[misc]  # ker
         self._current.end()
         self._restore_variables(batch, self.data)
         self._data_wait += self.data.waited(batch, self.step_ended)
-        last = batch == len(self.data) - 1
-        if last or self._saves_within_epoch:
-            self.equalize(batch)
-        if last:
+        if batch == len(self.data) - 1:
+            self._equalize(batch)
             self.metrics.times = self._times()
             self.sums.sum_over_ranks(f"epoch {self.data.epoch} metrics")  # Keras then computes the logs from them
             self._summed = summed_results(self.model)
 
-    def equalize(self, batch: int) -> None:
+    def _equalize(self, batch: int) -> None:
         """Synchronize the statistics of the model's layers over the ranks after a batch; collective."""
         rows = self.data.rows_until(batch)
         self._statistics.equalize(rows - self._equal_rows, f"epoch {self.data.epoch} statistics after {batch}")
         self._equal_rows = rows
+
+    def equalize_until_taken(self, batch: int) -> None:
+        """Synchronize for a checkpoint after a batch, until ``take_own_statistics()``; collective."""
+        if self._own_statistics is None:
+            rows = self.data.rows_until(batch) - self._equal_rows
+            self._own_statistics = _OwnStatistics(self._statistics.own_values(), rows)
+            self._equalize(batch)
+
+    def take_own_statistics(self) -> None:
+        """Continue with this rank's own statistics after a checkpoint; see ``LayerStatistics``."""
+        own, self._own_statistics = self._own_statistics, None
+        if own is not None:
+            self._statistics.take(own.values)
+            self._equal_rows -= own.rows
+
+    def _resume_statistics(self) -> None:
+        """Take the statistics that this rank had when a run was interrupted within the epoch."""
+        state, self._rank_state = self._rank_state, None
+        if state is not None:
+            self._own_statistics = _OwnStatistics.of_rank_state(arrays_from_bytes(state))
+            self.take_own_statistics()
+
+    def rank_state(self) -> bytes:
+        """Return the state of this rank at a checkpoint, for ``StepReport``."""
+        own = self._own_statistics
+        return arrays_to_bytes(self._seeds.state() | ({} if own is None else own.arrays()))
 
     def on_test_batch_begin(self, batch: int, logs: Logs = None) -> None:  # noqa: ARG002
         if self.validation is not None:
@@ -168,14 +220,22 @@ class EpochBeginCallback(keras.callbacks.Callback):  # type: ignore[misc]  # ker
         self._saved, self._saved_buffers = [], {}
 
 
+class EqualizeStatisticsCallback(keras.callbacks.Callback):  # type: ignore[misc]
+    """Runs before a callback that may save the model after any batch, on all ranks."""
+
+    def __init__(self, begin: EpochBeginCallback) -> None:
+        super().__init__()
+        self._begin = begin
+
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:  # noqa: ARG002
+        self._begin.equalize_until_taken(batch - self._begin.batches_before)
+
+
 class EpochEndCallback(keras.callbacks.Callback):  # type: ignore[misc]
     """Runs after the user's callbacks, so that the checkpoint contains their changes."""
 
-    def __init__(
-        self, begin: EpochBeginCallback, data: BatchDataset, hooks: TrainHooks, trainer: Trainer, seeds: RandomStates
-    ) -> None:
+    def __init__(self, begin: EpochBeginCallback, data: BatchDataset, hooks: TrainHooks, trainer: Trainer) -> None:
         super().__init__()
-        self._seeds = seeds
         self._logs: dict[str, float] = {}  # the logs of this rank's last step with rows in the epoch
         self._wants_end = False
         self.ended = False
@@ -195,6 +255,7 @@ class EpochEndCallback(keras.callbacks.Callback):  # type: ignore[misc]
         self.model.stop_training = False
         if self._data.is_end_of_step(batch):
             self._report(batch, logs)
+        self._begin.take_own_statistics()
         self._begin.step_ended = time.monotonic()
 
     def _report(self, batch: int, logs: Logs) -> None:
@@ -214,13 +275,24 @@ class EpochEndCallback(keras.callbacks.Callback):  # type: ignore[misc]
         loss = None if is_empty or "loss" not in values else float(values["loss"])
         step = data.first_step + batch + 1
 
-        def rank_state() -> bytes:
-            self._begin.equalize(batch)  # every rank calls this before rank 0 keeps the model
-            return self._seeds.state()
-
-        steps = data.first_step + len(data)
-        report = StepReport(data.epoch, step, steps, loss, sums, rank_state, metrics=metrics, wants_end=self._wants_end)
+        report = StepReport(
+            data.epoch,
+            step,
+            data.first_step + len(data),
+            loss,
+            sums,
+            self._begin.rank_state,
+            whole=self._ends_optimizer_step(),
+            synchronize=lambda: self._begin.equalize_until_taken(batch),
+            metrics=metrics,
+            wants_end=self._wants_end,
+        )
         self._hooks.on_step_end(report, self._trainer)
+
+    def _ends_optimizer_step(self) -> bool:
+        """Return whether the optimizer has no sums of gradients, which would differ between the ranks."""
+        passes = self.model.optimizer.gradient_accumulation_steps
+        return not passes or int(value_of(self.model.optimizer._iterations)) % passes == 0  # noqa: SLF001
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:  # noqa: ARG002
         metrics = self._begin.metrics

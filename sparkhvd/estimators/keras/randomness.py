@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from keras.src.random.seed_generator import global_seed_generator  # Keras does not export it
 
-from sparkhvd.estimators.keras.arrays import arrays_from_bytes, arrays_to_bytes, value_of
+from sparkhvd.estimators.keras.arrays import arrays_from_bytes, value_of
 from sparkhvd.estimators.plugin import TrainHooks, TrainSpec
 from sparkhvd.keras.variables import seed_states
 
@@ -30,7 +30,7 @@ class RandomStates:
         model: the model.
         spec: contains the seed of the training.
         rank: the rank.
-        hooks: contains the result of ``state`` if the same ranks resume an epoch.
+        hooks: its ``rank_state`` contains the result of ``state`` if the same ranks resume an epoch.
     """
 
     def __init__(self, model: keras.Model, spec: TrainSpec, rank: int, hooks: TrainHooks) -> None:
@@ -77,11 +77,11 @@ class RandomStates:
             _assign(global_seed_generator().state, saved["keras"])
             _set_backend_states(saved)
 
-    def state(self) -> bytes:
-        """Return the states of this rank, for ``StepReport``."""
+    def state(self) -> States:
+        """Return the states of this rank, for its ``StepReport.rank_state``."""
         own = {str(index): value_of(variable) for index, variable in enumerate(self.variables)}
         common = {"keras": value_of(global_seed_generator().state), **_process_states(), **_backend_states()}
-        return arrays_to_bytes(own | common)
+        return own | common
 
 
 def _process_states() -> States:

@@ -1,4 +1,8 @@
-"""Synchronization of the layers' variables that are not weights, such as moving statistics."""
+"""Synchronization of the layers' variables that are not weights, such as moving statistics.
+
+A checkpoint within an epoch holds the statistics of all ranks, but the training continues with each rank's own
+statistics. Otherwise the model would depend on the number of checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,17 @@ import numpy as np
 
 from sparkhvd.comm import session
 from sparkhvd.comm.collectives.buffers import ReduceOp
-from sparkhvd.estimators.keras.module_buffers import ModuleBuffers
+from sparkhvd.estimators.keras.arrays import value_of
+from sparkhvd.estimators.keras.module_buffers import Arrays, ModuleBuffers
 from sparkhvd.keras.variables import broadcast_variables
+
+_BUFFER = "buffer."  # begins the names of buffers among the values of a rank
+_SUM = "sum of gradients."
+
+
+def without_sums(values: Arrays) -> Arrays:
+    """Return ``own_values`` after a step, which leaves sums of gradients that are 0."""
+    return {name: value for name, value in values.items() if not name.startswith(_SUM)}
 
 
 class LayerStatistics:
@@ -44,9 +57,6 @@ class LayerStatistics:
     def equalize(self, rows: int, name: str) -> None:
         """Average floating-point variables and buffers over the ranks, and make all others equal; collective.
 
-        The average of exponential moving averages equals the moving average of averaged updates, so the frequency of
-        the calls does not matter.
-
         Args:
             rows: the number of rows that this rank has trained on since the last call: the weight of its values.
             name: the name of the collective.
@@ -55,6 +65,23 @@ class LayerStatistics:
         self._average(self._sums, 1, f"{name}, sums of gradients")
         self._average(self._floats, rows, name)
         self.buffers.equalize(rows, f"{name}, buffers")
+
+    def own_values(self) -> Arrays:
+        """Return copies of this rank's values, by names that are the same in all processes."""
+        values = {name: value_of(variable) for name, variable in self._variables().items()}
+        return values | {f"{_BUFFER}{name}": value for name, value in self.buffers.values().items()}
+
+    def take(self, values: Arrays) -> None:
+        """Set the result of ``own_values``, perhaps of a process that has saved it."""
+        for name, variable in self._variables().items():
+            if name in values:
+                variable.assign(values[name].astype(value_of(variable).dtype))
+        buffers = {name: value for name, value in values.items() if name.startswith(_BUFFER)}
+        self.buffers.restore({name.removeprefix(_BUFFER): value for name, value in buffers.items()})
+
+    def _variables(self) -> dict[str, keras.Variable]:
+        sums = {f"{_SUM}{index}": variable for index, variable in enumerate(self._sums)}
+        return sums | {str(index): variable for index, variable in enumerate([*self._floats, *self._others])}
 
     @staticmethod
     def _average(variables: list[keras.Variable], weight: int, name: str) -> None:

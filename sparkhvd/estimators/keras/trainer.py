@@ -27,7 +27,11 @@ from sparkhvd.estimators.keras.callback_states import (
 )
 from sparkhvd.estimators.keras.dataset import BatchDataset, as_input_of_fit
 from sparkhvd.estimators.keras.divisors import CurrentBatch, divide_over_ranks
-from sparkhvd.estimators.keras.epoch_callbacks import EpochBeginCallback, EpochEndCallback
+from sparkhvd.estimators.keras.epoch_callbacks import (
+    EpochBeginCallback,
+    EpochEndCallback,
+    EqualizeStatisticsCallback,
+)
 from sparkhvd.estimators.keras.graph_flags import GraphFlags
 from sparkhvd.estimators.keras.module_buffers import ModuleBuffers
 from sparkhvd.estimators.keras.randomness import RandomStates
@@ -197,12 +201,14 @@ class KerasTrainer:
             LayerStatistics(self._model, seeds.variables, self._buffers, sums),
             current,
             self._graph_flags,
-            checkpoint_callback is not None and checkpoint_callback.save_freq != "epoch",
             hooks.metrics[session.current().world.rank :: session.current().world.size],
+            hooks.rank_state,
         )
-        end = EpochEndCallback(begin, data, hooks, self, seeds)
+        end = EpochEndCallback(begin, data, hooks, self)
         saving = self._file_saving_callback(hooks)
         own = () if saving is None else saving.callbacks
+        if checkpoint_callback is not None and checkpoint_callback.save_freq != "epoch":
+            own = (EqualizeStatisticsCallback(begin), *own)
         callbacks = TrainingCallbackList(
             [begin, *self._package.callbacks, *own, end], self._model, self._restore_checkpoint, _last_logs(hooks)
         )

@@ -217,6 +217,14 @@ def buffers(model):
     return [buffer.detach().cpu().numpy().copy() for layer in layers for buffer in layer.module.buffers()]
 
 
+def with_moving_statistics():
+    """Return a network whose batch normalization has other statistics on every rank, also in PyTorch's module."""
+    normalization = keras.layers.BatchNormalization(momentum=0.7)
+    model = keras.Sequential([keras.Input((6,)), normalization, *with_torch_statistics().layers])
+    model.build((None, 6))
+    return model
+
+
 class GlobalNoise(keras.layers.Layer):
     """Draws from the global random generators of Keras and of its backend."""
 

@@ -347,7 +347,7 @@ class KeepsStateWithinEpoch(Hooks):
     def on_step_end(self, report, trainer):
         super().on_step_end(report, trainer)
         if report.step == 2:
-            report.rank_state()
+            report.synchronize()
             self.within = trainer.state()
 
 

@@ -7,6 +7,7 @@ import random
 import keras
 import numpy as np
 
+from sparkhvd.estimators.keras.arrays import arrays_to_bytes
 from tests.unit.estimators.arrays import Hooks, spec
 from tests.unit.estimators.keras.networks import DATA
 
@@ -76,7 +77,7 @@ def undisturbed_and_resumed() -> tuple[list[float], list[float]]:
     states.begin_epoch(0)
     states.begin_batch()
     numbers()
-    saved = states.state()
+    saved = arrays_to_bytes(states.state())
     expected = numbers()
     resumed = RandomStates(model, spec(DATA), 1, Hooks(steps_done=1, rank_state=saved))
     resumed.begin_epoch(0)
