@@ -59,6 +59,21 @@ class GradientAccumulation:
 
         keras.ops.cond(self._ends_step, end, keep)
 
+    def new_values(self, of_batch: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Return new values of the variables: the maxima over the batches of a step at its end, no change before.
+
+        Args:
+            of_batch: the new values after this batch alone, at least 0.
+            variables: see ``is_overwritten``.
+        """
+        sums = [self._sums[id(variable)] for variable in variables]
+        maxima = [keras.ops.maximum(total, value) for total, value in zip(sums, of_batch, strict=True)]
+        choose = keras.ops.where
+        values = [choose(self._ends_step, new, old) for new, old in zip(maxima, variables, strict=True)]
+        for total, maximum in zip(sums, maxima, strict=True):
+            total.assign(choose(self._ends_step, keras.ops.zeros_like(maximum), maximum))
+        return values
+
 
 class BatchWeight:
     """The weight of the batch being computed or traced: the mean over the ranks becomes the mean over all rows.

@@ -239,6 +239,8 @@ class ExchangingOptimizer:
         if indices:
             values, overwritten = [grads[index] for index in indices], [variables[index] for index in indices]
             maxima = self._exchanged(values, overwritten, self._maximum_of_ranks)
+            if self._accumulation is not None:
+                maxima = self._accumulation.new_values(maxima, overwritten)
             for index, maximum in zip(indices, maxima, strict=True):
                 grads[index] = maximum
         return super()._overwrite_variables_directly_with_gradients(grads, variables)  # type: ignore[misc]

@@ -375,33 +375,37 @@ def test_ranks_train_the_same_weights_in_bfloat16(group):
         assert not np.allclose(one, before, atol=1e-3)
 
 
-def train_in_float8(sizes, plain=False):
+def train_in_float8(sizes, passes, plain=False):
     """Return the weights by layer and name; among them are the maxima and scales of each layer."""
     model = network()
     for layer in model.layers:
         layer.quantize("float8")
-    optimizer = keras.optimizers.SGD(0.02)
+    accumulated = passes if plain and passes > 1 else None
+    optimizer = keras.optimizers.SGD(0.02, gradient_accumulation_steps=accumulated)
     if plain:
         data = rows(sum(map(sum, sizes)))
         model.compile(optimizer=optimizer, loss=parameters()["loss"], jit_compile=False)
         model.fit(data["x"], data["y"], 8, epochs=2, shuffle=False, verbose=0)
     else:
         params, world = parameters(model=model, optimizer=optimizer), session.current().world
-        trainer = PLUGIN.trainer(PLUGIN.pack(params), spec(DATA, epochs=2), world)
+        steps = spec(DATA, epochs=2, backward_passes_per_step=passes)
+        trainer = PLUGIN.trainer(PLUGIN.pack(params), steps, world)
         trainer.fit(source(sizes, world.rank), None, Hooks())
         model = trainer._model
     weights = [(index, weight) for index, layer in enumerate(model.layers) for weight in layer.weights]
     return {f"{index} {weight.name}": keras.ops.convert_to_numpy(weight) for index, weight in weights}
 
 
-def test_the_scales_of_float8_layers_are_those_of_the_rows_of_all_ranks(group):
-    sizes = [(5, 3), (0, 8), (6, 2), (2, 0)]
-    first, second = group.run(train_in_float8, sizes)
-    plain = group.run(train_in_float8, sizes, True)[0]
+@pytest.mark.parametrize(
+    ("sizes", "passes"), [([(5, 3), (0, 8), (6, 2), (2, 0)], 1), ([(5, 3), (0, 8), (6, 2), (4, 4)], 2)]
+)
+def test_the_scales_of_float8_layers_are_those_of_the_rows_of_all_ranks(group, sizes, passes):
+    first, second = group.run(train_in_float8, sizes, passes)
+    plain = group.run(train_in_float8, sizes, passes, True)[0]
     assert first.keys() == plain.keys()
     for name, value in plain.items():
         assert np.array_equal(first[name], second[name]), name
-        of_gradients = 2 if "outputs_grad" in name else 1  # the number of ranks, whose gradients are averaged
+        of_gradients = 2 / passes if "outputs_grad" in name else 1  # the ranks' gradients are averaged
         assert np.linalg.norm(first[name] / of_gradients - value) <= 0.02 * np.linalg.norm(value), name
 
 
