@@ -77,7 +77,7 @@ def _global_moments(
     Their derivatives with respect to a value are 1 / n and 2 (value - mean) / n, where n is the number of values of all
     ranks. Therefore the backward pass only needs to sum the upstream gradients over the ranks.
     """
-    name = graph_name("sync_batch_normalization", None)
+    name, is_masked = graph_name("sync_batch_normalization", None), included is not None
 
     def combine(*local_sums: tf.Tensor) -> Sequence[Array]:
         takes_part = has_rows is None or has_rows()
@@ -85,6 +85,10 @@ def _global_moments(
         local = (local if takes_part else np.zeros_like(local))[None]
         parts = session.current().allgather(local, name=name, process_set=process_set)
         mean, variance, total = _combined(parts.astype(np.float64, copy=False))
+        if not is_masked and not total.any():
+            raise ValueError(
+                "SyncBatchNormalization cannot compute batch statistics, because no rank has a row in this step."
+            )
         share = takes_part / np.maximum(total, 1)
         return [array.astype(local_sums[1].numpy().dtype) for array in (mean, variance, share)]
 
@@ -135,15 +139,12 @@ def _local_sums(values: tf.Tensor, included: tf.Tensor | None, axes: Sequence[in
 def _combined(parts: Floats) -> tuple[Floats, Floats, Floats]:
     """Return mean, variance and number of values per channel from the local sums of all ranks.
 
+    Without any value, because a mask excludes all of them, mean and variance are 0, as in Keras.
     The means and sums of squared deviations are combined by the formulas of Chan, Golub and LeVeque (1979), which keep
     their precision where the mean is much larger than the deviation.
     """
     counts, means, squares = (parts[:, index] for index in range(3))
     total = counts.sum(axis=0)
-    if not total.any():
-        raise ValueError(
-            "SyncBatchNormalization cannot compute batch statistics, because no rank has a row in this step."
-        )
     divisor = np.maximum(total, 1)
     mean = (counts * means).sum(axis=0) / divisor
     return mean, (squares + counts * np.square(means - mean)).sum(axis=0) / divisor, total

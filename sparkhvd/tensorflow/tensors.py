@@ -101,11 +101,8 @@ def outside_graph(
             _failures.append(error)
             raise
 
-    results = tf.py_function(
-        call,
-        list(tensors),
-        [dtype for dtype, _ in like],
-    )
+    returned = tf.py_function(call, list(tensors), [dtype for dtype, _ in like])
+    results = returned if like else []  # without results, TensorFlow returns the operation
     for result, (_, shape) in zip(results, like, strict=True):
         result.set_shape(shape)
     return list(results)

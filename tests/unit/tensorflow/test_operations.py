@@ -360,6 +360,9 @@ def broadcast_and_gather_objects():
     hvd.broadcast_variables([variable], root_rank=1)
     assert variable.numpy().tolist() == [1.0]
     graph(lambda: hvd.broadcast_variables([variable], root_rank=0))()
+    assert variable.numpy().tolist() == [1.0]
+    for wrap in (graph, lambda function: function):
+        wrap(lambda: hvd.broadcast_variables([]))()
     assert hvd.broadcast_object({"rank": hvd.rank()}, 1) == {"rank": 1}
     assert hvd.allgather_object(hvd.rank()) == [0, 1]
     sets = [hvd.add_process_set([rank]) for rank in range(2)]

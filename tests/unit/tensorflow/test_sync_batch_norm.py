@@ -180,6 +180,22 @@ def refuse_no_rows_at_all():
         hvd.SyncBatchNormalization()(tf.zeros([0, 3]), training=True)
 
 
+def mask_all_values(in_graph):
+    """Compare a step without any included value with that of Keras' layer."""
+    values, mask = tf.reshape(tf.range(12.0), [2, 2, 3]), tf.zeros([2, 2], tf.bool)
+    results = []
+    for layer in (hvd.SyncBatchNormalization(), keras.layers.BatchNormalization()):
+        layer.build(values.shape)
+        call = tf.function(layer, autograph=False) if in_graph else layer
+        with tf.GradientTape() as tape:
+            tape.watch(values)
+            outputs = call(values, training=True, mask=mask)
+            loss = tf.reduce_sum(outputs**2)
+        results.append([outputs, tape.gradient(loss, values), layer.moving_mean, layer.moving_variance])
+    for result, expected in zip(*results, strict=True):
+        np.testing.assert_allclose(result.numpy(), expected.numpy(), rtol=1e-5)
+
+
 # The tests.
 
 
@@ -234,3 +250,8 @@ def test_a_saved_model_has_the_layer_with_its_settings_and_statistics(tmp_path):
     assert layer.momentum == 0.7
     rows = np.ones((2, 3), np.float32)
     np.testing.assert_array_equal(loaded.predict(rows, verbose=0), model.predict(rows, verbose=0))
+
+
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_a_step_whose_mask_excludes_all_values_is_that_of_keras(group, in_graph):
+    group.run(mask_all_values, in_graph)
