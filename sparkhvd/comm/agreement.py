@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,8 @@ from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.comm.communicator import Communicator
 
 Arrays = Mapping[str, npt.NDArray[np.generic]]
+
+_OPERATIONS = {"min": ReduceOp.MIN, "max": ReduceOp.MAX}
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,7 @@ class _ArraySummary:
         digest: the digest of its content.
         has_mean: whether its mean over ranks makes sense.
         mean: for a variance, the name of the array of its means; otherwise empty.
+        extreme: "min" or "max" if the array holds extremes; otherwise empty.
     """
 
     shape: tuple[int, ...]
@@ -33,6 +37,7 @@ class _ArraySummary:
     digest: bytes
     has_mean: bool
     mean: str
+    extreme: str
 
 
 @dataclass(frozen=True)
@@ -44,12 +49,14 @@ class _AgreementPlan:
         averaged: names of arrays that become their weighted mean.
         copied: names of arrays that are copied from ``source``.
         means: the name of the means of each averaged variance.
+        extremes: names of arrays that become the least values, by "min", and the greatest ones, by "max".
     """
 
     source: int
     averaged: tuple[str, ...]
     copied: tuple[str, ...]
     means: Mapping[str, str]
+    extremes: Mapping[str, tuple[str, ...]]
 
 
 def agree(
@@ -59,6 +66,7 @@ def agree(
     *,
     means_of_variances: Mapping[str, str] | None = None,
     never_averaged: Collection[str] = (),
+    extremes: Mapping[str, str] | None = None,
     name: str = "agreement",
 ) -> dict[str, npt.NDArray[np.generic]]:
     """Return the arrays that this rank must adopt so that all ranks hold the same values; collective.
@@ -75,20 +83,26 @@ def agree(
         weight: the weight of this rank's values in means, such as the number of rows behind them; 0 or more.
         means_of_variances: maps the names of variances to the names of their means.
         never_averaged: names of floating-point arrays that are copied, such as unit vectors.
+        extremes: maps the names of real floating-point arrays to "min" or "max", which they become over all ranks.
         name: the operation's name, equal on all ranks.
     """
     if communicator.world.size == 1:
         return {}
-    means = means_of_variances or {}
-    summaries = {key: _summary(array, key not in never_averaged, means.get(key, "")) for key, array in arrays.items()}
+    means, extremes = means_of_variances or {}, extremes or {}
+    summaries = {
+        key: _summary(array, key not in never_averaged, means.get(key, ""), extremes.get(key, ""))
+        for key, array in arrays.items()
+    }
     gathered = objects.allgather_object(communicator, (float(weight), summaries), name=f"{name} outlines")
     weights = _effective_weights([own_weight for own_weight, _ in gathered])
     plan = _plan_agreement(weights, [of_rank for _, of_rank in gathered])
-    if not plan.averaged and not plan.copied:
+    differing = [*plan.averaged, *plan.copied, *chain.from_iterable(plan.extremes.values())]
+    if not differing:
         return {}
-    differing = [*plan.averaged, *plan.copied]
     own_arrays = {key: arrays[key] for key in differing} if communicator.world.rank == plan.source else {}
     base = objects.broadcast_object(communicator, own_arrays, plan.source, name=f"{name} base")
+    for extreme, keys in plan.extremes.items():
+        base = {**base, **_extremes(communicator, extreme, {key: base[key] for key in keys}, arrays, name)}
     if not plan.averaged:
         return base
     share = weights[communicator.world.rank] / sum(weights)
@@ -107,9 +121,9 @@ def _effective_weights(weights: Sequence[float]) -> list[float]:
     return list(weights) if sum(weights) > 0 else [1.0] * len(weights)
 
 
-def _summary(array: npt.NDArray[np.generic], has_mean: bool, mean: str) -> _ArraySummary:
+def _summary(array: npt.NDArray[np.generic], has_mean: bool, mean: str, extreme: str) -> _ArraySummary:
     digest = hashlib.blake2b(np.ascontiguousarray(array).tobytes(), digest_size=16).digest()
-    return _ArraySummary(array.shape, array.dtype.str, digest, has_mean and array.dtype.kind in "fc", mean)
+    return _ArraySummary(array.shape, array.dtype.str, digest, has_mean and array.dtype.kind in "fc", mean, extreme)
 
 
 def _plan_agreement(weights: Sequence[float], summaries: Sequence[Mapping[str, _ArraySummary]]) -> _AgreementPlan:
@@ -122,10 +136,23 @@ def _plan_agreement(weights: Sequence[float], summaries: Sequence[Mapping[str, _
         others = [summaries[rank].get(key) for rank in counting]
         return all(other and (other.shape, other.dtype) == (source[key].shape, source[key].dtype) for other in others)
 
-    averaged = tuple(key for key in differing if source[key].has_mean and is_alike(key))
-    copied = tuple(key for key in differing if key not in averaged)
+    alike = [key for key in differing if source[key].has_mean and is_alike(key)]
+    averaged = tuple(key for key in alike if not source[key].extreme)
+    copied = tuple(key for key in differing if key not in alike)
+    extremes = {
+        extreme: keys for extreme in _OPERATIONS if (keys := tuple(k for k in alike if source[k].extreme == extreme))
+    }
     means = {key: source[key].mean for key in averaged if source[key].mean in averaged}
-    return _AgreementPlan(counting[0], averaged, copied, means)
+    return _AgreementPlan(counting[0], averaged, copied, means, extremes)
+
+
+def _extremes(communicator: Communicator, extreme: str, base: Arrays, arrays: Arrays, name: str) -> Arrays:
+    """Return the extremes over all ranks; the source's values in ``base`` stand for an array of another form."""
+    own = {key: arrays[key] if key in arrays and arrays[key].shape == base[key].shape else base[key] for key in base}
+    parts = [_as_floats(array) for array in own.values()]
+    found = communicator.allreduce(np.concatenate(parts), _OPERATIONS[extreme], name=f"{name} {extreme}")
+    split = np.split(found, np.cumsum([part.size for part in parts])[:-1])
+    return {key: part.astype(base[key].dtype).reshape(base[key].shape) for key, part in zip(base, split, strict=True)}
 
 
 def _as_floats(array: npt.NDArray[np.generic]) -> npt.NDArray[np.float64]:

@@ -14,6 +14,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from sparkhvd.comm import session
 from sparkhvd.comm.agreement import agree
+from sparkhvd.torch.quantization import copied_buffers, observed_extremes, renew_scales
 
 # NumPy lacks these dtypes; the larger ones represent all their values.
 _AS_NUMPY = {torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
@@ -23,8 +24,9 @@ _AS_NUMPY = {torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
 def synchronize_buffers(module: torch.nn.Module, weight: float, name: str = "buffers") -> dict[str, torch.Tensor]:
     """Make the buffers of a module equal on all ranks; collective.
 
-    Running statistics become the mean over the ranks, and buffers of other dtypes become those of one rank: see
-    ``comm.agreement.agree``. Buffers without an array form (sparse, quantized, uninitialized) are not synchronized.
+    Running statistics become the mean over the ranks, extremes that observers for a quantization have seen the extremes
+    of all ranks, and buffers of other dtypes those of one rank: see ``comm.agreement.agree``. Buffers without an array
+    form (sparse, quantized, uninitialized) are not synchronized.
 
     Args:
         module: the model, with the same submodules on every rank.
@@ -40,11 +42,13 @@ def synchronize_buffers(module: torch.nn.Module, weight: float, name: str = "buf
         arrays,
         weight,
         means_of_variances=_means_of_variances(arrays),
-        never_averaged=_unit_vectors_and_masks(module),
+        never_averaged=_unit_vectors_and_masks(module) | copied_buffers(module),
+        extremes=observed_extremes(module),
         name=name,
     )
     own = {key: module.get_buffer(key).clone() for key in agreed if key in arrays}
     take_buffers(module, {key: torch.from_numpy(array) for key, array in agreed.items()})
+    renew_scales(module, own)
     return own
 
 

@@ -82,6 +82,43 @@ def test_running_statistics_become_those_of_all_ranks_rows(group):
     assert torch.allclose(found["norm.running_var"], (variances * share).sum(0) + apart)
 
 
+def observed_extremes():
+    """Return the buffers of observers; rank 0 has seen small values, and rank 1 large ones."""
+    from torch.ao.quantization import fake_quantize, observer  # noqa: PLC0415
+
+    rank = hvd.rank()
+    rows = torch.tensor([[-1.0, 2.0], [0.5, -8.0]]) if rank == 0 else torch.tensor([[4.0, 3.0], [-2.0, 0.0]])
+    model = torch.nn.ModuleDict(
+        {
+            "least": observer.MinMaxObserver(),
+            "moving": fake_quantize.FakeQuantize(quant_min=0, quant_max=255),
+            "channels": observer.PerChannelMinMaxObserver(ch_axis=1),
+            "histogram": observer.HistogramObserver(bins=8),
+            "unused": observer.MinMaxObserver(),
+        }
+    )
+    for part in (part for name, part in model.items() if name != "unused"):
+        part(rows)
+    own = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    synchronize_buffers(model, 2.0)
+    return own, {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def test_observers_of_a_quantization_have_the_extremes_of_all_ranks(group):
+    (own, buffers), (_, others) = group.run(observed_extremes)
+    for name, buffer in buffers.items():
+        assert torch.equal(buffer, others[name]), name
+    assert (buffers["least.min_val"], buffers["least.max_val"]) == (-8.0, 4.0)
+    assert (buffers["unused.min_val"], buffers["unused.max_val"]) == (float("inf"), float("-inf"))
+    assert buffers["channels.min_val"].tolist() == [-2.0, -8.0]
+    assert buffers["channels.max_val"].tolist() == [4.0, 3.0]
+    assert buffers["moving.activation_post_process.min_val"] == -8.0
+    assert buffers["moving.scale"].item() == pytest.approx(12 / 255)
+    assert buffers["moving.zero_point"].tolist() == [170]
+    for name in ("histogram", "min_val", "max_val"):
+        assert torch.equal(buffers[f"histogram.{name}"], own[f"histogram.{name}"]), name
+
+
 class Changing(torch.nn.Module):
     """Changes buffers in place, in a layer and by assignment, and multiplies its input by one."""
 
