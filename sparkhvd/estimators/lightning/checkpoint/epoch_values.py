@@ -72,12 +72,13 @@ class EpochValues:
             if hasattr(part, "compute_groups"):  # only one metric of a group in a MetricCollection is up to date
                 list(part.values(copy_state=False))
         results = {
-            key: value for key, value in _results(trainer).items() if _accumulates(value) and not value.has_reset
+            key: value for key, value in _results(trainer).items() if _lasts_an_epoch(value) and not value.has_reset
         }
+        tensors = {key: value for key, value in results.items() if value.is_tensor}
         return to_bytes(
             {
                 "metrics": states_of(module),
-                "logged": {**{key: [state_of_part(value)] for key, value in results.items()}, **self._logged},
+                "logged": {**{key: [state_of_part(value)] for key, value in tensors.items()}, **self._logged},
                 "forms": {**self._forms, **{key: _form_of(value.meta) for key, value in results.items()}},
                 "validation": validation,
             }
@@ -109,11 +110,13 @@ class EpochValues:
         for key in self._logged.keys() & results.keys():
             value = results[key]
             for state in self._logged.pop(key):
-                if _accumulates(value):
+                if value.is_tensor and _lasts_an_epoch(value):
                     _add(value, state)
 
     def add_missing(self, trainer: Trainer) -> list[dict[str, Any]]:
         """Add the earlier values that the rest of the epoch has not logged; call this at the end of the epoch.
+
+        Torchmetrics have their earlier states since ``restore_metrics``.
 
         Returns:
             The forms of the added values. All ranks add the values of the ranks that log, because Lightning reduces
@@ -123,8 +126,12 @@ class EpochValues:
         for key, form in sorted(self._forms.items()):
             states = self._logged.pop(key, [])
             if key not in results and (states or not form["rank_zero_only"]):
-                neutral = torch.tensor(_NEUTRAL_ELEMENTS.get(form["reduce_fx"], 0.0))
-                value = neutral.to(trainer.strategy.root_device)
+                value: Any
+                if (attribute := form.get("metric_attribute")) is not None:
+                    value = trainer.lightning_module.get_submodule(attribute)
+                else:
+                    neutral = torch.tensor(_NEUTRAL_ELEMENTS.get(form["reduce_fx"], 0.0))
+                    value = neutral.to(trainer.strategy.root_device)
                 results.log(value=value, batch_size=0, sync_dist_fn=trainer.strategy.reduce, **form)
                 for state in states:
                     _add(results[key], state)
@@ -142,15 +149,15 @@ def _results(trainer: Trainer) -> Any:
     return trainer.fit_loop.epoch_loop._results  # noqa: SLF001  (Lightning has no public access)
 
 
-def _accumulates(value: Any) -> bool:
-    """Return whether Lightning accumulates a logged value over the batches of an epoch."""
+def _lasts_an_epoch(value: Any) -> bool:
+    """Return whether Lightning accumulates a logged value, or a metric its state, over the batches of an epoch."""
     meta = value.meta
-    return bool(value.is_tensor and meta.on_epoch and not meta.is_custom_reduction and within_step(meta.fx))
+    return bool(meta.on_epoch and not meta.is_custom_reduction and within_step(meta.fx))
 
 
 def _form_of(meta: Any) -> dict[str, Any]:
     """Return the arguments with which Lightning's collection of results has logged a value."""
-    names = ("fx", "name", "prog_bar", "logger", "on_step", "add_dataloader_idx")
+    names = ("fx", "name", "prog_bar", "logger", "on_step", "add_dataloader_idx", "metric_attribute")
     return {
         **{name: getattr(meta, name) for name in names},
         "reduce_fx": meta.reduce_fx.__name__,

@@ -392,6 +392,7 @@ def logged_in_interrupted_epochs(interruptions):
         def __init__(self):
             super().__init__()
             self.f1, self.auroc = MulticlassF1Score(3), MulticlassAUROC(3)
+            self.early = MulticlassF1Score(3)
             self.grouped = MetricCollection([MulticlassPrecision(3), MulticlassRecall(3)])  # they share their states
 
         def on_train_epoch_start(self):
@@ -405,6 +406,9 @@ def logged_in_interrupted_epochs(interruptions):
             self.grouped.update(output, batch["y"])
             self.log("f1", self.f1, on_step=True, on_epoch=True)
             self.log_dict(self.grouped, on_step=False, on_epoch=True)
+            if index < 2:
+                self.early(output, batch["y"])
+                self.log("early", self.early, on_step=False, on_epoch=True)
             for reduction in ("sum", "max", "min", "mean"):
                 self.log(reduction, output[0, 0], reduce_fx=reduction, on_step=False, on_epoch=True)
                 if index == 0:  # the rest of the epoch does not log these
@@ -428,7 +432,7 @@ def logged_in_interrupted_epochs(interruptions):
 def test_the_values_of_an_interrupted_epoch_are_over_all_of_its_rows(group, interruptions):
     for undisturbed, resumed in group.run(logged_in_interrupted_epochs, interruptions):
         assert_equal_values(undisturbed, resumed, rel=1e-5)
-        assert {"f1", "auroc", "sum", "first max", "first of rank 0", "MulticlassRecall"} <= set(resumed[0][0])
+        assert {"f1", "auroc", "early", "sum", "first max", "first of rank 0", "MulticlassRecall"} <= set(resumed[0][0])
 
 
 def values_with_early_validations(interruptions):
