@@ -22,7 +22,7 @@ from sparkhvd.errors import ModelOutputError, ParamError
 from sparkhvd.estimators.models.feature_matching import with_sources
 from sparkhvd.estimators.models.outputs import OutputSpec
 from sparkhvd.estimators.reports import EpochRecord
-from sparkhvd.estimators.training.job_files import FileSource, StoredFile, read_folder, write_folder
+from sparkhvd.estimators.training.job_files import FileSource, StoredFile, naming_full_disk, read_folder, write_folder
 from sparkhvd.estimators.training.sample_rows import read_sample
 from sparkhvd.estimators.training.synthetic_rows import at_least_two_rows, rows_of_ones
 from sparkhvd.estimators.training.user_errors import describe_error
@@ -103,7 +103,8 @@ def wrap_model(  # noqa: PLR0917
         samples, advice = [at_least_two_rows(sample)], ""
     schema = DataSchema((*features.columns, *labels))
     with tempfile.TemporaryDirectory(prefix="sparkhvd-wrap-") as folder:
-        plugin.export(params, schema, Path(folder))
+        with naming_full_disk(folder):
+            plugin.export(params, schema, Path(folder))
         try:
             outputs = _first_outputs(lambda: plugin.predictor(Path(folder)), samples)
         except Exception as error:

@@ -6,6 +6,7 @@ job. Write access to the Store is therefore not enough to make a rank or an exec
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import logging
 import tempfile
@@ -217,6 +218,33 @@ def replace_file(store: Store, path: str, source: Path) -> None:
     """Replace a file in a Store with a local file, copied in chunks; after a failure, the earlier file remains."""
     with source.open("rb") as content, store.open(path, "wb") as target:
         _copy_and_hash(content, target)
+
+
+@contextmanager
+def naming_full_disk(folder: str) -> Iterator[None]:
+    """Turn errors of a full disk within this block into one that names the folder.
+
+    Raises:
+        StoreError: the disk of ``folder`` is full.
+    """
+    try:
+        yield
+    except Exception as error:
+        if (full := _full_disk(error)) is None:
+            raise
+        raise StoreError(
+            f"Cannot write the model to the local folder {folder}: {full.strerror}. Free space on its disk, or set "
+            "TMPDIR to a folder on a larger one."
+        ) from error
+
+
+def _full_disk(error: BaseException | None) -> OSError | None:
+    """Return the error of a full disk that caused another one, perhaps within a library."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
+            return error
+        error = error.__cause__ or error.__context__
+    return None
 
 
 @contextmanager

@@ -39,7 +39,8 @@ Optimizers = torch.optim.Optimizer | list[torch.optim.Optimizer]
 def save(folder: Path, model: torch.nn.Module, optimizer: Optimizers | None, inputs: Sequence[ModelInput]) -> None:
     """Write a model, its optimizer if it has one, and its inputs to ``folder``."""
     state = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
-    torch.save(state, folder / STATE)
+    with (folder / STATE).open("wb") as file:  # unlike PyTorch's own writer, Python names the reason of a failure
+        torch.save(state, file)
     # Hooks of the model may replace entries of the state; a tensor whose entry differs stays in the pickle.
     unchanged = {name: id(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
     names: dict[int, str] = {}

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import cloudpickle
 import pytest
 import torch
@@ -26,6 +29,30 @@ class Tied(torch.nn.Module):
 
     def forward(self, x):
         return self.right(self.left(x)) + self.kept + self.scratch
+
+
+EXPORT_TO_A_FULL_DISK = """
+import resource, signal, sys
+from pathlib import Path
+import torch
+from sparkhvd.errors import StoreError
+from sparkhvd.estimators.torch.serialization import artifact
+from sparkhvd.estimators.training.job_files import naming_full_disk
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+try:
+    with naming_full_disk(sys.argv[1]):
+        artifact.save(Path(sys.argv[1]), torch.nn.Linear(300, 300), None, ())
+except StoreError as error:
+    print(error)
+"""
+
+
+def test_an_export_to_a_full_disk_names_the_folder_and_the_reason(tmp_path):
+    """Limit the size of files as a substitute for a full disk."""
+    command = [sys.executable, "-c", EXPORT_TO_A_FULL_DISK, str(tmp_path)]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert printed.startswith(f"Cannot write the model to the local folder {tmp_path}: File too large. Free space on")
 
 
 @pytest.fixture
