@@ -17,6 +17,7 @@ from sparkhvd.estimators.models.model import TrainedModel
 from sparkhvd.estimators.params.declarations import Declared, Identity, declared
 from sparkhvd.estimators.params.fit_plan import FitPlan
 from sparkhvd.estimators.params.params import RETIRED, numbers, objects, objects_or_named, shapes
+from sparkhvd.estimators.torch.params import uncompiled
 from sparkhvd.estimators.torch.serialization import artifact
 from sparkhvd.estimators.torch.serialization.package import dumps_params
 from sparkhvd.estimators.training.job_files import local_copies
@@ -130,7 +131,9 @@ class LightningEstimator(DistributedEstimator):
     retired = RETIRED | LIGHTNING_RETIRED
 
     model: Declared[torch.nn.Module | None] = declared(
-        "The LightningModule to train, or a plain module with optimizer and loss; it is copied, not changed.",
+        "The LightningModule to train, or a plain module with optimizer and loss; it is copied, not changed. Of a "
+        "result of torch.compile, the module itself is trained.",
+        uncompiled,
         default=None,
     )
     batch_format: Declared[str] = declared(

@@ -24,6 +24,7 @@ from sparkhvd.estimators.params.params import (
     shapes,
 )
 from sparkhvd.estimators.torch.callbacks import TorchCallback
+from sparkhvd.estimators.torch.params import uncompiled
 from sparkhvd.estimators.torch.schedule import lr_schedule
 from sparkhvd.estimators.torch.serialization import artifact
 from sparkhvd.estimators.torch.serialization.package import dumps_params
@@ -91,7 +92,12 @@ class TorchEstimator(DistributedEstimator):
     )
     required: ClassVar[tuple[str, ...]] = ("model", "optimizer", "feature_cols", "label_cols")
 
-    model: Declared[torch.nn.Module | None] = declared("The module to train; it is copied, not changed.", default=None)
+    model: Declared[torch.nn.Module | None] = declared(
+        "The module to train; it is copied, not changed. Of a result of torch.compile, the module itself is trained; "
+        "see torch_compile.",
+        uncompiled,
+        default=None,
+    )
     optimizer: Declared[torch.optim.Optimizer | None] = declared(
         "An optimizer over the model's parameters; it is copied, not changed.", default=None
     )

@@ -13,6 +13,11 @@ from sparkhvd.estimators.torch.callbacks import TorchCallback
 from sparkhvd.estimators.torch.schedule import LRSchedule
 
 
+def uncompiled(_name: str, value: object) -> object:
+    """Return the module itself of a result of ``torch.compile``, which adds a prefix to the names of the weights."""
+    return vars(value)["_modules"]["_orig_mod"] if type(value).__name__ == "OptimizedModule" else value
+
+
 @dataclass(frozen=True)
 class InputParams:
     """The parameters that map columns to inputs; see ``TorchEstimator``."""

@@ -31,7 +31,7 @@ from sparkhvd.estimators.torch.checkpoint.safe_state import refuse_unsafe_model
 from sparkhvd.estimators.torch.inputs import ModelInput, called_in_order, plan_inputs, taking_inputs_in_order
 from sparkhvd.estimators.torch.losses.divisors import inexact_losses
 from sparkhvd.estimators.torch.losses.objective import lazy_names, objective_of
-from sparkhvd.estimators.torch.params import InputParams, TorchParams
+from sparkhvd.estimators.torch.params import InputParams, TorchParams, uncompiled
 from sparkhvd.estimators.torch.schedule import LRSchedule, check_schedule
 from sparkhvd.estimators.torch.serialization import artifact
 from sparkhvd.estimators.torch.serialization.package import Package, Stepping, dumps, loads
@@ -137,7 +137,7 @@ class TorchPlugin:
         Raises:
             ParamError: the model is not a module, the columns do not match its inputs, or it cannot be pickled.
         """
-        model = params["model"]
+        model = uncompiled("model", params["model"])
         if not isinstance(model, torch.nn.Module):
             raise ParamError(f"model is a {type(model).__name__}; it must be a torch.nn.Module.")
         inputs = _inputs(params, schema)

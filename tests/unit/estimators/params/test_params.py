@@ -137,6 +137,16 @@ def test_an_invalid_value_of_a_torch_parameter_is_refused(name, value, message):
         TorchEstimator(**{name: value})
 
 
+@pytest.mark.parametrize("estimator", [TorchEstimator, LightningEstimator])
+def test_a_module_of_torch_compile_is_trained_and_returned_with_the_names_of_the_module_itself(estimator):
+    from lightning.pytorch import LightningModule  # noqa: PLC0415
+
+    module = torch.nn.Linear(2, 1) if estimator is TorchEstimator else LightningModule()
+    compiled = torch.compile(module, backend="eager")
+    assert estimator(model=compiled).getModel() is module
+    assert estimator(model=module).setModel(compiled).getModel() is module
+
+
 def test_a_compressor_object_is_a_compression():
     for given in ("bf16", hvd.Compression.fp16):
         assert EstimatorParams(gradient_compression=given).getGradientCompression() is given
