@@ -34,8 +34,11 @@ class TorchCallback:
     """Base class for ``TorchEstimator(callbacks=[...])``; override the methods that you need.
 
     Callbacks are pickled, sent to the ranks and called on every rank, in the order of the list. Check ``run.rank == 0``
-    before writing files or printing. If a callback starts a collective, it must do so on every rank. Checkpoints do not
-    contain a callback's own attributes.
+    before writing files or printing. If a callback starts a collective, it must do so on every rank.
+
+    Modules in the attributes of a callback, such as an ``AveragedModel``, are part of checkpoints, and their buffers
+    are averaged over the ranks like those of the model. Create such modules on every rank. Checkpoints do not contain
+    other attributes of a callback.
 
     Examples:
         >>> class ShowRate(TorchCallback):

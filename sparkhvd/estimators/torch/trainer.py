@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import time
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing, nullcontext
@@ -27,6 +28,7 @@ from sparkhvd.estimators.torch.checkpoint.pruning import prune_only, pruning_mas
 from sparkhvd.estimators.torch.checkpoint.rank_state import own_buffers, rank_state, restore_random, seed_generators
 from sparkhvd.estimators.torch.checkpoint.safe_state import is_loadable, plain_numbers
 from sparkhvd.estimators.torch.inputs import plan_inputs
+from sparkhvd.estimators.torch.kept_modules import common_modules, kept_modules
 from sparkhvd.estimators.torch.losses.divisors import loss_divisors
 from sparkhvd.estimators.torch.losses.epoch_metrics import EpochMetrics
 from sparkhvd.estimators.torch.renormalization import Renormalization
@@ -40,6 +42,8 @@ from sparkhvd.torch.states import load_optimizer_state
 from sparkhvd.world import World
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -89,6 +93,7 @@ class TorchTrainer:
         losses = {f"losses[{index}]": loss for index, loss in enumerate(package.objective.loss_modules())}
         self._attributes = ChangedAttributes({"model": package.model, **losses, "optimizer": package.optimizer})
         self._ended = False  # whether callbacks have ended the training
+        self._kept_states: dict[str, Any] = {}  # the states of callbacks' modules to restore, by name
 
     def state(self) -> bytes:
         """Return the weights and all state that a step changes; ``torch.load(..., weights_only=True)`` loads it."""
@@ -104,6 +109,7 @@ class TorchTrainer:
             "schedule": self._schedule.state(),
             "scaler": self._stepper.scaler.state_dict(),
             **self._loss_states(),
+            "kept": {name: _module_state(module) for name, module in self._kept_modules().items()},
             "attributes": self._attributes.state(),
             "ended": self._ended,
         }
@@ -132,6 +138,7 @@ class TorchTrainer:
         if content["scaler"]:
             self._stepper.scaler.load_state_dict(content["scaler"])
         self._restore_losses(content)
+        self._kept_states = content.get("kept", {})
         self._attributes.restore(content.get("attributes", {}))
         self._ended = content.get("ended", False)
 
@@ -155,6 +162,7 @@ class TorchTrainer:
         try:
             for callback in callbacks:
                 callback.on_train_begin(run)
+            self._restore_kept_modules()
             self._attributes.begin()
             for epoch in range(hooks.first_epoch, self._spec.epochs):
                 if not self._epoch(epoch, train, val, hooks, run):
@@ -187,6 +195,7 @@ class TorchTrainer:
         with options_unchanged([run.optimizer]) if resumes_within else nullcontext():
             for callback in self._package.callbacks:
                 callback.on_epoch_begin(run, epoch)
+        self._restore_kept_modules(last=True)
         if resumes_within:
             self._attributes.apply()
             self._resume_random(epoch, hooks)
@@ -256,11 +265,18 @@ class TorchTrainer:
         return measures
 
     def _modules(self) -> torch.nn.ModuleList:
-        """Return all modules with buffers: a loss may have some, too, such as running means of what it has seen."""
+        """Return all modules that this rank trains: a loss may have buffers, too, such as running means."""
         return torch.nn.ModuleList([self._model, *self._package.objective.loss_modules()])
 
+    def _kept_modules(self) -> dict[str, torch.nn.Module]:
+        """Return the modules that callbacks keep, by names that are the same on all ranks."""
+        return kept_modules(self._package.callbacks, self._modules())
+
     def _synchronize_buffers(self) -> dict[str, torch.Tensor]:
-        own = synchronize_buffers(self._modules(), self._rows_of_buffers)
+        modules = self._modules()
+        if self._package.callbacks:
+            modules.append(common_modules(self._kept_modules()))
+        own = synchronize_buffers(modules, self._rows_of_buffers)
         self._rows_of_buffers = 0
         return own
 
@@ -276,7 +292,8 @@ class TorchTrainer:
     def _take_own_buffers(self) -> None:
         """Continue with this rank's own buffers after a checkpoint within an epoch, see ``rank_state``."""
         if self._own_buffers is not None:
-            take_buffers(self._modules(), self._own_buffers["values"])
+            modules = self._modules().append(torch.nn.ModuleDict(self._kept_modules()))
+            take_buffers(modules, self._own_buffers["values"])
             self._rows_of_buffers, self._own_buffers = self._own_buffers["rows"], None
 
     @torch.no_grad()
@@ -290,10 +307,24 @@ class TorchTrainer:
                     self._rows_of_buffers += batch.rows  # a loss may also change its buffers here
         return measures
 
+    def _restore_kept_modules(self, *, last: bool = False) -> None:
+        """Restore the modules that callbacks have created so far; ``last`` warns of states without their module."""
+        for name, module in self._kept_modules().items():
+            if name in self._kept_states and _fits(module, self._kept_states[name]):
+                _restore_module(module, self._kept_states.pop(name))
+        if last and self._kept_states and self._world.rank == 0:
+            logger.warning(
+                "The checkpoint holds the states of modules that the callbacks have not created again: %s. Create such "
+                "modules, with the same layers, in __init__, on_train_begin or on_epoch_begin of the callback.",
+                ", ".join("callbacks[{}].{}".format(*name.split(" ", 1)) for name in sorted(self._kept_states)),
+            )
+        if last:
+            self._kept_states = {}
+
     def _loss_states(self) -> dict[str, Any]:
         losses = self._package.objective.loss_modules()
         return {
-            "losses": [_loss_state(loss) for loss in losses],
+            "losses": [_persistent_state(loss) for loss in losses],
             "loss_buffers": [non_persistent_buffers(loss) for loss in losses],
         }
 
@@ -341,9 +372,25 @@ def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
 
 
-def _loss_state(loss: torch.nn.Module) -> dict[str, Any]:
-    """Return the tensors of a loss, and the extra states that a checkpoint can hold."""
-    state = loss.state_dict()
+def _module_state(module: torch.nn.Module) -> dict[str, Any]:
+    return {"persistent": _persistent_state(module), "buffers": non_persistent_buffers(module)}
+
+
+def _fits(module: torch.nn.Module, state: Mapping[str, Any]) -> bool:
+    """Return whether a result of ``_module_state`` is from a module with the same tensors."""
+    own = _tensors(module)
+    saved = {name: part for name, part in state["persistent"].items() if isinstance(part, torch.Tensor)}
+    return own.keys() == saved.keys() and all(own[name].shape == part.shape for name, part in saved.items())
+
+
+def _restore_module(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
+    module.load_state_dict(state["persistent"], strict=False)
+    take_buffers(module, state["buffers"])
+
+
+def _persistent_state(module: torch.nn.Module) -> dict[str, Any]:
+    """Return the tensors of a module, and the extra states that a checkpoint can hold."""
+    state = module.state_dict()
     return {name: part for name, part in state.items() if isinstance(part, torch.Tensor) or is_loadable(part)}
 
 

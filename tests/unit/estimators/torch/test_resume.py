@@ -360,12 +360,13 @@ class AtStep(Hooks):
             self.kept = (hvd.broadcast_object(trainer.state()), report.rank_state())
 
 
-def normalized_trainer(**more):
+def normalized_trainer(callbacks=(), **more):
     model = normalizing()
-    model.register_buffer("expanded", torch.tensor(2.0).expand(3))
-    model.register_buffer("sparse", torch.eye(2).to_sparse())
+    if not callbacks:  # an AveragedModel does not support such buffers
+        model.register_buffer("expanded", torch.tensor(2.0).expand(3))
+        model.register_buffer("sparse", torch.eye(2).to_sparse())
     params = {"model": model, "optimizer": torch.optim.Adam(model.parameters()), "loss": functional.cross_entropy}
-    payload = PLUGIN.pack({**params, "label_cols": ("y",), "schema": DATA})
+    payload = PLUGIN.pack({**params, "callbacks": callbacks, "label_cols": ("y",), "schema": DATA})
     return PLUGIN.trainer(payload, spec(DATA, **more), session.current().world)
 
 
@@ -406,6 +407,76 @@ def test_the_validation_measures_the_returned_model_and_resumes_bit_for_bit(grou
             for name, value in state.items():
                 assert np.array_equal(value, results[0][2][0][name]), name
     assert results[0][2][0]["0.num_batches_tracked"] > 0
+
+
+class KeepingAverage(TorchCallback):
+    """Trains towards an average of the weights and of the running statistics."""
+
+    def __init__(self, where):
+        self.where, self.kept = where, {}
+
+    def _create(self, run):
+        average = torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+        self.kept["average"] = torch.optim.swa_utils.AveragedModel(run.model, multi_avg_fn=average, use_buffers=True)
+
+    def on_train_begin(self, run):
+        if self.where == "on_train_begin":
+            self._create(run)
+
+    def on_epoch_begin(self, run, epoch):
+        if self.where == "on_epoch_begin" and not self.kept:
+            self._create(run)
+        if run.rank == 0:
+            self.alone = torch.nn.Linear(2, 2)
+
+    def on_step_end(self, run, epoch, step, loss):
+        self.kept["average"].update_parameters(run.model)
+
+    def on_train_end(self, run):
+        run.model.load_state_dict(self.kept["average"].module.state_dict())
+
+
+def averaged_trainings(where, sizes):
+    """Return the states after a run, after one that resumes within its epoch, and after one that resumes at its end."""
+    world = session.current().world
+    rows_of_rank = source(sizes, world.rank, world.size)
+
+    class AtEnd(AtStep):
+        def on_epoch_end(self, report, trainer):
+            more = super().on_epoch_end(report, trainer)
+            if report.epoch == 0:
+                self.end = hvd.broadcast_object(trainer.state())
+            return more
+
+    def trained(hooks, state=None):
+        trainer = normalized_trainer(callbacks=[KeepingAverage(where)], epochs=2)
+        if state is not None:
+            trainer.restore(state)
+        trainer.fit(rows_of_rank, rows_of_rank, hooks)
+        return {name: value.to_dense().numpy() for name, value in trainer._model.state_dict().items()}
+
+    hooks, undisturbed = AtEnd(), Hooks()
+    with_checkpoints, without = trained(hooks), trained(undisturbed)
+    within = trained(Hooks(first_epoch=1, first_step=7, rank_state=hooks.kept[1]), hooks.kept[0])
+    return [without, with_checkpoints, within, trained(Hooks(first_epoch=1), hooks.end)]
+
+
+@pytest.mark.parametrize("where", ["on_train_begin", "on_epoch_begin"])
+def test_averages_that_a_callback_keeps_are_those_of_all_ranks_and_resume_bit_for_bit(group, where):
+    results = group.run(averaged_trainings, where, [(5, 3, 2), (2, 7, 0)] * 5)
+    for states in results:
+        for state in states:
+            for name, value in state.items():
+                assert np.array_equal(value, results[0][0][name]), name
+
+
+def test_states_of_modules_that_a_callback_does_not_create_again_are_reported(alone, caplog):
+    first, second = (normalized_trainer(callbacks=[KeepingAverage(where)]) for where in ("on_train_begin", "later"))
+    first.fit(as_one([(8,)] * 2), None, Hooks())
+    second.restore(first.state())
+    with pytest.raises(KeyError, match="average"):
+        second.fit(as_one([(8,)] * 2), None, Hooks())
+    assert "modules that the callbacks have not created again: callbacks[0].kept average." in caplog.text
 
 
 class Annealing(torch.nn.Sequential):
