@@ -20,7 +20,7 @@ from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.errors import ConfigError
 from sparkhvd.lightning.normalization import ReplacedNormalizations
 from sparkhvd.lightning.reductions import SharedMetrics, reduce_tensor, stack_over_ranks
-from sparkhvd.torch.buffers import synchronize_buffers
+from sparkhvd.torch.buffers import synchronize_buffers, take_buffers
 from sparkhvd.torch.compression import Compression, Compressor
 from sparkhvd.torch.ops.transfer import ExchangeSettings
 from sparkhvd.torch.optimizer.gradients import GradientExchange
@@ -74,6 +74,9 @@ class RankStrategy:
         self._blocked = False
         self._fitting = False
         self._gathers_gradients = False  # whether all ranks must take part in every backward pass
+        # Within an epoch, while the module has synchronized buffers: this rank's own ones, and the synchronized ones.
+        self.own_buffers: dict[str, Any] | None = None
+        self._agreed_buffers: Mapping[str, torch.Tensor] = {}
 
     # Ranks and devices.
 
@@ -274,19 +277,54 @@ class RankStrategy:
         module: torch.nn.Module = self.lightning_module
         return module
 
+    def can_synchronize(self) -> bool:
+        """Return whether all ranks are training and reach this point together."""
+        return self._fitting and not self._is_ending()
+
     def synchronize_buffers(self) -> dict[str, torch.Tensor]:
         """Average the buffers over the ranks, so that the validated model is the saved one; collective.
 
         Returns this rank's own values of the buffers that differed.
         """
-        if not self._fitting or self._is_ending():
+        if not self.can_synchronize():
             return {}
         return synchronize_buffers(self.module_with_buffers(), self.weight_of_buffers())
+
+    def synchronize_within_epoch(self) -> None:
+        """Synchronize buffers until ``take_own_buffers()``, for a validation or checkpoint; collective.
+
+        Training continues with each rank's own buffers, because the variance of all rows is not linear in the ranks'
+        variances: otherwise, the model would depend on the number of validations and checkpoints. After the last batch
+        of an epoch, the buffers stay synchronized.
+        """
+        own = self.synchronize_buffers()
+        if self.own_buffers is None and self.can_synchronize() and not _is_epoch_over(self.lightning_module.trainer):
+            self.own_buffers = {"values": own}
+            module = self.module_with_buffers()
+            self._agreed_buffers = {key: module.get_buffer(key).clone() for key in own}
+
+    def take_own_buffers(self) -> None:
+        """Continue with this rank's own buffers, except those that have changed since ``synchronize_within_epoch``."""
+        own, self.own_buffers = self.own_buffers, None
+        agreed, self._agreed_buffers = self._agreed_buffers, {}
+        if own is not None:
+            take_buffers(self.module_with_buffers(), own["values"], unless_changed_since=agreed)
+
+    def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
+        """Synchronize buffers before the first batch of an epoch, so that they do not depend on what ended the last."""
+        super().on_train_batch_start(batch, batch_idx)  # type: ignore[misc]
+        if batch_idx == 0:
+            self.synchronize_buffers()
 
     def on_validation_start(self) -> None:
         """Synchronize buffers, to validate the model that a checkpoint would contain."""
         super().on_validation_start()  # type: ignore[misc]
-        self.synchronize_buffers()
+        self.synchronize_within_epoch()
+
+    def on_validation_end(self) -> None:
+        """Continue with this rank's own buffers."""
+        super().on_validation_end()  # type: ignore[misc]
+        self.take_own_buffers()
 
     def on_train_end(self) -> None:
         """Synchronize buffers, so that all ranks have the same model."""
@@ -294,9 +332,15 @@ class RankStrategy:
         self.synchronize_buffers()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the weights for a checkpoint; Lightning calls this on all ranks."""
-        self.synchronize_buffers()
+        """Return the weights for a checkpoint; Lightning calls this on all ranks, and then ``save_checkpoint``."""
+        self.synchronize_within_epoch()
         return cast("dict[str, Any]", super().lightning_module_state_dict())  # type: ignore[misc]
+
+    def save_checkpoint(self, checkpoint: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Save a checkpoint, and continue with this rank's own buffers, unless a validation still runs."""
+        super().save_checkpoint(checkpoint, *args, **kwargs)  # type: ignore[misc]
+        if self.can_synchronize() and not self.lightning_module.trainer.validating:
+            self.take_own_buffers()
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the states of the optimizers with their dtypes."""
@@ -341,6 +385,10 @@ class RankStrategy:
 
     def model_to_device(self) -> None:
         self.model.to(self.root_device)
+
+
+def _is_epoch_over(trainer: Any) -> bool:
+    return bool(trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)
 
 
 class _CommonInterval(float):

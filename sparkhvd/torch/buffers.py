@@ -64,11 +64,23 @@ def non_persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def take_buffers(module: torch.nn.Module, values: Mapping[str, torch.Tensor]) -> None:
-    """Overwrite buffers with the values of the same names, in place where the shapes are equal."""
+def take_buffers(
+    module: torch.nn.Module,
+    values: Mapping[str, torch.Tensor],
+    unless_changed_since: Mapping[str, torch.Tensor] | None = None,
+) -> None:
+    """Overwrite buffers with the values of the same names, in place where the shapes are equal.
+
+    Args:
+        module: the module.
+        values: the values by the names of the buffers.
+        unless_changed_since: earlier values; a buffer that no longer has its earlier value is left alone.
+    """
     buffers = dict(module.named_buffers(remove_duplicate=False))
     for key, value in values.items():
-        _overwrite(module, key, buffers.get(key), value)
+        before = (unless_changed_since or {}).get(key)
+        if before is None or _has_value(buffers.get(key), before):
+            _overwrite(module, key, buffers.get(key), value)
 
 
 def take_new_buffers(module: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> None:
@@ -97,6 +109,14 @@ def buffers_unchanged(module: torch.nn.Module, but: Collection[torch.nn.Module] 
                 buffer.data.copy_(before)  # bypasses autograd, which may still need the buffer for gradients
             if getattr(part, name) is not buffer:
                 setattr(part, name, buffer)
+
+
+def _has_value(buffer: torch.Tensor | None, value: torch.Tensor) -> bool:
+    """Return whether a buffer has the same bytes as a value; NaN differs from itself otherwise."""
+    if buffer is None or (buffer.shape, buffer.dtype) != (value.shape, value.dtype):
+        return False
+    own, other = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (buffer, value))
+    return torch.equal(own, other)
 
 
 def _is_plain(buffer: torch.Tensor) -> bool:

@@ -35,6 +35,7 @@ from sparkhvd.estimators.lightning.hints import batch_hint
 from sparkhvd.estimators.torch.checkpoint.attributes import ChangedAttributes
 from sparkhvd.estimators.torch.checkpoint.frozen import freeze_only
 from sparkhvd.estimators.torch.checkpoint.safe_state import plain_numbers
+from sparkhvd.estimators.torch.kept_modules import common_modules, kept_modules
 from sparkhvd.estimators.torch.losses.divisors import counted_rows
 from sparkhvd.estimators.torch.renormalization import Renormalization, rows_keep_their_norms
 from sparkhvd.estimators.torch.schedule import RATES, refuse_own_rates, scale_schedule
@@ -121,7 +122,7 @@ class EstimatorSteps:
     resumable = False
     attributes: ChangedAttributes
     frozen: Sequence[str] | None = None  # the parameters to freeze when the run resumes
-    own_buffers: Mapping[str, Any] | None = None  # while the module has those of a checkpoint within an epoch
+    own_buffers: dict[str, Any] | None
     _validates_every: float | None = None
     _weight_of_logged: float | None = None  # the weight of the value that a step is logging
     _renormalization: Renormalization | None = None
@@ -151,9 +152,13 @@ class EstimatorSteps:
         """See ``RankStrategy``; a loss may have buffers, too, such as running means of what it has seen."""
         return torch.nn.ModuleList([self.lightning_module, self.losses])
 
+    def can_synchronize(self) -> bool:
+        """See ``RankStrategy``; False while only this rank saves a checkpoint, and after the end."""
+        return not self.saves_alone and not self.ended and super().can_synchronize()  # type: ignore[misc,no-any-return]
+
     def synchronize_buffers(self) -> dict[str, torch.Tensor]:
-        """Synchronize, except while only this rank saves a checkpoint or after the end: rank 0's model is returned."""
-        if self.saves_alone or self.ended:
+        """See ``RankStrategy``; rows of embeddings are shortened as the other ranks have shortened them."""
+        if not self.can_synchronize():
             return {}
         own: dict[str, torch.Tensor] = super().synchronize_buffers()  # type: ignore[misc]
         self.feed.rows_of_buffers = 0
@@ -186,43 +191,42 @@ class EstimatorSteps:
         self.synchronize_copies()
         self.attributes.agree()
 
-    def synchronize_within_epoch(self) -> None:
-        """Synchronize for a checkpoint within an epoch, until ``take_own_buffers()``; collective."""
-        rows, rows_of_copies = self.feed.rows_of_buffers, self.feed.rows_of_copies
-        own, of_copies = self.synchronize_buffers(), self.synchronize_copies()
-        self.own_buffers = {"values": own, "rows": rows, "copies": of_copies, "rows_of_copies": rows_of_copies}
+    def synchronize_state_within_epoch(self) -> None:
+        """Do so within an epoch, until ``take_own_buffers()``; collective."""
+        self.synchronize_within_epoch()
         self.attributes.agree()
 
+    def synchronize_within_epoch(self) -> None:
+        """See ``RankStrategy``; includes the modules that callbacks keep."""
+        before, rows, rows_of_copies = self.own_buffers, self.feed.rows_of_buffers, self.feed.rows_of_copies
+        super().synchronize_within_epoch()  # type: ignore[misc]
+        of_copies = self.synchronize_copies()
+        if before is None and self.own_buffers is not None:
+            self.own_buffers |= {"rows": rows, "copies": of_copies, "rows_of_copies": rows_of_copies}
+
     def take_own_buffers(self) -> None:
-        """Continue with this rank's own buffers after a checkpoint within an epoch, see ``rank_state``."""
-        own, self.own_buffers = self.own_buffers, None
+        """See ``RankStrategy``; includes the modules that callbacks keep, and the weights of the buffers."""
+        own = self.own_buffers
+        super().take_own_buffers()  # type: ignore[misc]
         if own is not None:
-            take_buffers(self.module_with_buffers(), own["values"])
             take_buffers(torch.nn.ModuleDict(self._copies()), own["copies"])
             self.feed.rows_of_buffers, self.feed.rows_of_copies = own["rows"], own["rows_of_copies"]
 
     def _copies(self) -> dict[str, torch.nn.Module]:
         """Return the modules that callbacks keep, by names that are the same on all ranks."""
-        own = {id(module) for part in (self.lightning_module, self.losses) for module in part.modules()}
         callbacks: Sequence[object] = self.lightning_module.trainer.callbacks  # type: ignore[attr-defined]
-        return {
-            f"{index} {name}".replace(".", " "): module
-            for index, callback in enumerate(callbacks)
-            for name, module in _modules_in(vars(callback))
-            if id(module) not in own
-        }
+        return kept_modules(callbacks, (self.lightning_module, self.losses))
 
     def synchronize_copies(self) -> dict[str, torch.Tensor]:
         """Synchronize the buffers of modules that callbacks keep, such as moving averages; collective.
 
         Returns this rank's own values of the buffers that differed.
         """
-        copies = self._copies()
-        names = objects.allgather_object(session.current(), sorted(copies), name="modules of callbacks")
-        common = set(names[0]).intersection(*names)  # a callback may keep a module on one rank only
-        modules = torch.nn.ModuleDict({name: copies[name] for name in sorted(common)})
+        if not self.can_synchronize():
+            return {}
+        modules = common_modules(self._copies())
         rows, self.feed.rows_of_copies = self.feed.rows_of_copies, 0
-        return synchronize_buffers(modules, rows, "buffers of callbacks") if common else {}
+        return synchronize_buffers(modules, rows, "buffers of callbacks") if modules else {}
 
     def batch_to_device(self, batch: object, *rest: object, **named: object) -> object:
         """Move a batch as Lightning begins it, before any of its hooks; its share is now the current one."""
@@ -366,19 +370,6 @@ class EstimatorSteps:
 def _count_rows(batch: object) -> int:
     """Return the length of the first tensor in a batch; 1 without such a tensor."""
     return next((len(part) for part in tree_leaves(batch) if isinstance(part, torch.Tensor) and part.dim()), 1)
-
-
-def _modules_in(values: Mapping[str, object]) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield the modules among some values, and those in lists and dicts among the values, with their names."""
-    for name, value in values.items():
-        parts: Iterable[tuple[object, object]] = ()
-        if isinstance(value, torch.nn.Module):
-            yield name, value
-        elif isinstance(value, Mapping):
-            parts = value.items()
-        elif isinstance(value, list | tuple):
-            parts = enumerate(value)
-        yield from ((f"{name} {key}", part) for key, part in parts if isinstance(part, torch.nn.Module))
 
 
 @contextmanager

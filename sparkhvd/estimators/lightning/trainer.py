@@ -331,9 +331,7 @@ class SharedValues:
 
     def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:  # noqa: ARG002
         """Synchronize buffers, also those of moving averages, before a later callback swaps the two."""
-        strategy = strategy_of(trainer)
-        strategy.synchronize_buffers()
-        strategy.synchronize_copies()
+        strategy_of(trainer).synchronize_within_epoch()
 
     def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:  # noqa: ARG002
         strategy_of(trainer).feed.add_missing(trainer)
@@ -518,7 +516,7 @@ class RunCallback:
             lambda: {"loss": feed.sums.get("train", (0.0, 0))},
             lambda: rank_state(strategy.root_device, strategy.own_buffers),
             whole=stepped and not validates_after(trainer, self._batches) and not self._ends_at_this_batch(),
-            synchronize=strategy.synchronize_within_epoch,
+            synchronize=strategy.synchronize_state_within_epoch,
             metrics=lambda: feed.values.state(trainer, feed.sums.get("validation", (0.0, 0))),
         )
         self._hooks.on_step_end(report, self._owner)

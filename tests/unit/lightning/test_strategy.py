@@ -409,6 +409,33 @@ def test_a_validation_measures_the_checkpoint_that_is_made_after_it(group, tmp_p
         assert score == pytest.approx(wanted.item(), rel=1e-5)
 
 
+def with_checkpoints_and_validations(flavour, folder, more):
+    """Return the state of the trained module, and the buffers in its last checkpoint within an epoch."""
+    lightning = import_module(flavour)
+    kept = lightning.callbacks.ModelCheckpoint(folder, filename="kept-{step}", save_top_k=-1, every_n_train_steps=4)
+    model = simple(flavour, normalize=True)
+    saves = {"callbacks": [kept], "enable_checkpointing": True} if folder is not None else {}
+    trained(flavour, model, 8, "sparkhvd", **saves, **more)
+    return {name: value.numpy() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("saves", "more"),
+    [(True, {}), (False, {"val_check_interval": 2}), (True, {"val_check_interval": 3}), (True, {"max_steps": 10})],
+    ids=["checkpoints", "validations", "both", "ends within an epoch"],
+)
+def test_checkpoints_and_validations_within_an_epoch_do_not_change_the_running_statistics(group, tmp_path, saves, more):
+    undisturbed = {"limit_val_batches": 0, **({"max_steps": more["max_steps"]} if "max_steps" in more else {})}
+    alone = group.run(with_checkpoints_and_validations, FLAVOURS[0], None, undisturbed)
+    states = group.run(with_checkpoints_and_validations, FLAVOURS[0], str(tmp_path) if saves else None, more)
+    for state in (*alone, *states):
+        for name, value in alone[0].items():
+            np.testing.assert_array_equal(state[name], value, err_msg=name)
+    if saves:
+        files = sorted(tmp_path.glob("*.ckpt"))
+        assert len(files) == (2 if "max_steps" in more else 3)
+
+
 def saved_by_an_exception(folder):
     """Fail in a fit whose callback saves a checkpoint only on rank 0."""
     import lightning.pytorch as lightning  # noqa: PLC0415

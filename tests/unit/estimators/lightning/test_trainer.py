@@ -217,6 +217,29 @@ def test_a_validation_leaves_averages_of_running_statistics_alone_if_only_one_ra
             assert np.allclose(value, validated[name], rtol=1e-6), name
 
 
+def frequently_saved_and_validated(folder, saves):
+    """Return the state of the trained model and its moving average, with and without checkpoints within epochs."""
+    from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint  # noqa: PLC0415
+
+    rank = session.current().world.rank
+    whole, averaging = source([(5, 3), (2, 7), (4, 0), (3, 2)] * 2, rank), EMAWeightAveraging(decay=0.9)
+    kept = ModelCheckpoint(folder, filename="{step}", save_top_k=-1, every_n_train_steps=3)
+    more = {"callbacks": [averaging, kept], "trainer_args": {"val_check_interval": 2}} if saves else {}
+    trainer = trainer_of(module("normalizing"), 2, **{"callbacks": [averaging], **more})
+    trainer.fit(whole, whole if saves else None, Hooks())
+    return {name: value.numpy() for name, value in trainer._package.model.state_dict().items()}
+
+
+def test_checkpoints_and_validations_within_an_epoch_do_not_change_running_statistics_or_their_averages(
+    group, tmp_path
+):
+    alone = group.run(frequently_saved_and_validated, str(tmp_path), False)
+    for state in group.run(frequently_saved_and_validated, str(tmp_path), True):
+        for name, value in alone[0].items():
+            np.testing.assert_array_equal(state[name], value, err_msg=name)
+    assert len(list(tmp_path.glob("*.ckpt"))) == 5
+
+
 def kept_by_callbacks(sizes):
     """Return the statistics of the rows in modules that a callback keeps."""
     from lightning.pytorch import Callback  # noqa: PLC0415
