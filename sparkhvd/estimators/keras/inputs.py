@@ -266,10 +266,10 @@ def _plan_named_inputs(
     named: Mapping[str, NamedInput],
 ) -> Ports:
     if declared is None:  # a subclassed model without declared inputs
-        entries = ordered_inputs(named, list(named), len(named), columns)
+        entries = ordered_inputs(named, list(named), named, columns)
         ports = [Port(name, entry.columns, entry.shape, entry.dtype) for name, entry, _ in entries]
         return Ports(tuple(ports), "dict")
-    entries = ordered_inputs(named, list(declared), len(declared), columns)
+    entries = ordered_inputs(named, list(declared), declared, columns)
     ports = [
         Port(name, entry.columns, entry.shape or _static_shape(declared[name]), entry.dtype or declared[name].dtype)
         for name, entry, _ in entries

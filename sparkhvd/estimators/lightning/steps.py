@@ -154,7 +154,8 @@ class EstimatorSteps:
 
     def can_synchronize(self) -> bool:
         """See ``RankStrategy``; False while only this rank saves a checkpoint, and after the end."""
-        return not self.saves_alone and not self.ended and super().can_synchronize()  # type: ignore[misc,no-any-return]
+        together: bool = super().can_synchronize()  # type: ignore[misc]
+        return together and not self.saves_alone and not self.ended
 
     def synchronize_buffers(self) -> dict[str, torch.Tensor]:
         """See ``RankStrategy``; rows of embeddings are shortened as the other ranks have shortened them."""

@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,14 +55,14 @@ def columns_of(inputs: Mapping[str, NamedInput]) -> tuple[str, ...]:
 
 
 def ordered_inputs(
-    inputs: Mapping[str, NamedInput], names: Sequence[str], needed: int, columns: Sequence[ColumnSpec]
+    inputs: Mapping[str, NamedInput], names: Sequence[str], required: Collection[str], columns: Sequence[ColumnSpec]
 ) -> list[tuple[str, NamedInput, list[ColumnSpec]]]:
     """Return the inputs in the model's order, with their columns; a struct column stands for all of its fields.
 
     Args:
         inputs: the parameter.
         names: the names of the model's inputs, in the model's order.
-        needed: the number of leading inputs that the model requires.
+        required: the names of the inputs that the model requires.
         columns: the feature columns.
 
     Raises:
@@ -73,7 +73,7 @@ def ordered_inputs(
         hint = f" {did_you_mean(unknown[0], names)}".rstrip()
         raise ParamError(f"inputs has the key {unknown[0]!r}, but the model's inputs are {list(names)}.{hint}")
     used = [name for name in names if name in inputs]
-    missing = [name for index, name in enumerate(names) if name not in inputs and index < max(needed, len(used))]
+    missing = [name for name in names if name in required and name not in inputs]
     if missing:
         raise ParamError(
             f"inputs has no column for the model's input {missing[0]!r}. Add one; the model's inputs are {list(names)}."

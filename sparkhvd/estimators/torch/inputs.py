@@ -2,7 +2,8 @@
 
 The first rule that applies decides:
 
-0. ``inputs`` is set: its columns, by the names of ``forward``'s arguments (``params.named_inputs``).
+0. ``inputs`` is set: its columns, by the names of ``forward``'s arguments (``params.named_inputs``), which may also be
+   names that ``forward`` collects in ``**``.
 1. ``input_shapes`` is set: one input per feature column, reshaped to its shape; a leading -1 stands for the rows.
 2. ``forward`` takes only keyword arguments: one input per column, by the column's name, with the column's own shape.
 3. ``forward`` takes as many arguments as there are feature columns (and more than one): one input per column, in order,
@@ -21,7 +22,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -45,12 +46,14 @@ class ModelInput:
         shape: shape of one row; None keeps the shape of the column.
         dtype: the type that the tensor is cast to.
         sparse_size: length of the rows of a sparse column; None for any other.
+        keyword: the name by which the argument is passed; empty for a positional argument.
     """
 
     columns: tuple[str, ...]
     shape: tuple[int, ...] | None
     dtype: torch.dtype
     sparse_size: int | None = None
+    keyword: str = ""
 
     def tensor(self, arrays: Mapping[str, npt.NDArray[np.generic]], rows: int) -> torch.Tensor:
         """Return the input for these rows; a single column of the right dtype and shape is not copied."""
@@ -124,24 +127,44 @@ def plan_inputs(
 
 def called_in_order(model: torch.nn.Module, inputs: Sequence[ModelInput]) -> Callable[..., Any]:
     """Return a function that calls the model with the tensors of ``inputs``, in this order."""
-    if not _takes_only_keywords(model):
+    if not any(keywords := _keywords(model, inputs)):
         return model
-    names = [part.columns[0] for part in inputs]
-    return lambda *tensors: model(**dict(zip(names, tensors, strict=True)))
+
+    def call(*tensors: torch.Tensor) -> Any:
+        positional, named = _arguments(keywords, tensors)
+        return model(*positional, **named)
+
+    return call
+
+
+def _keywords(model: torch.nn.Module, inputs: Sequence[ModelInput]) -> list[str]:
+    """Return the keyword of each input; empty for a positional one."""
+    if _takes_only_keywords(model):
+        return [part.keyword or part.columns[0] for part in inputs]
+    return [part.keyword for part in inputs]
+
+
+def _arguments(
+    keywords: Sequence[str], tensors: Sequence[torch.Tensor]
+) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
+    """Divide the tensors of all inputs into positional arguments and those by keyword."""
+    pairs = list(zip(keywords, tensors, strict=True))
+    positional = tuple(tensor for keyword, tensor in pairs if not keyword)
+    return positional, {keyword: tensor for keyword, tensor in pairs if keyword}
 
 
 @contextmanager
 def taking_inputs_in_order(model: torch.nn.Module, inputs: Sequence[ModelInput]) -> Iterator[None]:
     """Let the model itself take the tensors of ``inputs`` in this order within the block, even by keyword only."""
-    if not _takes_only_keywords(model):
+    if not any(names := _keywords(model, inputs)):
         yield
         return
-    names = [part.columns[0] for part in inputs]
 
     def named(
         _: torch.nn.Module, tensors: tuple[Any, ...], keywords: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return (), {**dict(zip(names, tensors, strict=True)), **keywords} if tensors else keywords
+        positional, by_name = _arguments(names, tensors) if tensors else ((), {})
+        return positional, {**by_name, **keywords}
 
     hook = model.register_forward_pre_hook(named, with_kwargs=True, prepend=True)
     try:
@@ -153,17 +176,29 @@ def taking_inputs_in_order(model: torch.nn.Module, inputs: Sequence[ModelInput])
 def _plan_named_inputs(
     model: torch.nn.Module, columns: Sequence[ColumnSpec], named: Mapping[str, NamedInput]
 ) -> tuple[ModelInput, ...]:
-    arguments = _positional(model)
-    needed = sum(argument.default is argument.empty for argument in arguments)
-    inputs = []
-    for name, named_input, specs in ordered_inputs(named, [argument.name for argument in arguments], needed, columns):
+    positional = [argument.name for argument in _positional(model)]
+    names, required = _named_arguments(model, named)
+    inputs: list[ModelInput] = []
+    for name, named_input, specs in ordered_inputs(named, names, required, columns):
         dtype = _dtype(model, specs[0]) if named_input.dtype is None else _tensor_dtype(name, named_input.dtype)
+        follows = len(inputs) < len(positional) and positional[len(inputs)] == name
+        keyword = "" if follows else name  # an earlier argument has its default, or this one is keyword-only
         if len(specs) == 1 and specs[0].sparse:
-            inputs.append(_own_input(specs[0], dtype))
+            inputs.append(replace(_own_input(specs[0], dtype), keyword=keyword))
             continue
         shape = named_input.shape if named_input.shape is not None or len(specs) == 1 else (-1,)
-        inputs.append(ModelInput(named_input.columns, shape, dtype))
+        inputs.append(ModelInput(named_input.columns, shape, dtype, keyword=keyword))
     return tuple(inputs)
+
+
+def _named_arguments(model: torch.nn.Module, named: Mapping[str, NamedInput]) -> tuple[list[str], list[str]]:
+    """Return the names of ``forward``'s arguments, and those of the arguments that it requires."""
+    parameters = _parameters(model)
+    arguments = [p for p in parameters if p.kind not in {p.VAR_POSITIONAL, p.VAR_KEYWORD}]
+    names = [argument.name for argument in arguments]
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        names += [name for name in named if name not in names]
+    return names, [argument.name for argument in arguments if argument.default is argument.empty]
 
 
 def _tensor_dtype(name: str, dtype: str) -> torch.dtype:

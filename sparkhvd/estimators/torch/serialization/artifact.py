@@ -80,6 +80,7 @@ def load_inputs(folder: Path) -> tuple[ModelInput, ...]:
             shape=None if part["shape"] is None else tuple(part["shape"]),
             dtype=getattr(torch, part["dtype"]),
             sparse_size=part["sparse_size"],
+            keyword=part.get("keyword", ""),
         )
         for part in json.loads((folder / INPUTS).read_text())
     )

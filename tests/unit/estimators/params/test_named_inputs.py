@@ -7,7 +7,7 @@ import torch
 from sparkhvd.data.schema.data_schema import ColumnSpec
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.params.named_inputs import columns_of, named_inputs
-from sparkhvd.estimators.torch.inputs import plan_inputs
+from sparkhvd.estimators.torch.inputs import called_in_order, plan_inputs, taking_inputs_in_order
 
 
 class Towers(torch.nn.Module):
@@ -45,6 +45,29 @@ def test_named_inputs_may_have_any_order_shape_and_dtype():
     plan = plan_inputs(Towers(), COLUMNS, None, named_inputs("inputs", square))
     assert plan[0].tensor(arrays, 2).tolist() == [1, 2]
     assert plan[2].tensor(arrays, 2).shape == (2, 2, 1)
+
+
+class Keywords(torch.nn.Module):
+    def forward(self, first, skipped=7, third=None, *, only, **others):
+        return first, skipped, third, only, others
+
+
+def test_named_inputs_may_be_keyword_only_and_leave_out_arguments_with_defaults():
+    model, named = Keywords(), named_inputs("inputs", {"only": "a", "more": "b", "third": "k", "first": "p"})
+    plan = plan_inputs(model, COLUMNS, None, named)
+    assert [(part.columns, part.keyword) for part in plan] == [
+        (("p",), ""),
+        (("k",), "third"),
+        (("a",), "only"),
+        (("b",), "more"),
+    ]
+    tensors = [torch.tensor([float(index)]) for index in range(4)]
+    wanted = (tensors[0], 7, tensors[1], tensors[2], {"more": tensors[3]})
+    assert called_in_order(model, plan)(*tensors) == wanted
+    with taking_inputs_in_order(model, plan):
+        assert model(*tensors) == wanted
+    with pytest.raises(ParamError, match="inputs has no column for the model's input 'only'"):
+        plan_inputs(model, COLUMNS, None, named_inputs("inputs", {"first": "p"}))
 
 
 def test_a_struct_stands_for_all_its_fields():
