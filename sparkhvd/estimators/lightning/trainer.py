@@ -297,7 +297,9 @@ class LightningTrainer:
         best = best_model.best_file(trainer.checkpoint_callbacks)
         if best is not None:
             # This process wrote the file, so unpickling any objects in it is safe.
-            self._load_module(torch.load(best, weights_only=False, map_location="cpu"))
+            content = torch.load(best, weights_only=False, map_location="cpu")
+            self._load_module(content)
+            take_buffers(self._module, best_model.run_state(content).get("buffers", {}))
         written = [
             file for run_logger in trainer.loggers if run_logger.log_dir for file in Path(run_logger.log_dir).rglob("*")
         ]

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeGuard
 
 import torch
 
-from sparkhvd.estimators.torch.checkpoint.safe_state import weights_of
+from sparkhvd.estimators.lightning import RUN_KEY
+from sparkhvd.estimators.torch.checkpoint.safe_state import content_of
 
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import ModelCheckpoint
@@ -22,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 State = dict[str, Any]  # a state in a checkpoint, which only its owner can read
 
+_KEPT_OF_RUN = ("buffers", "masks")
+
 
 class BestModel(TypedDict):
     """The best model so far.
@@ -29,10 +32,12 @@ class BestModel(TypedDict):
     Attributes:
         callback: the key of the ``ModelCheckpoint`` that chose it.
         weights: its weights.
+        run: its buffers that are not persistent, and its masks of pruned weights, see ``RunCallback.state_dict``.
     """
 
     callback: str
     weights: Mapping[str, torch.Tensor]
+    run: State
 
 
 def best_file(callbacks: Sequence[object]) -> Path | None:
@@ -53,7 +58,10 @@ def pack_best_model(callbacks: Sequence[object]) -> BestModel | None:
     """Return the best model so far for ``unpack_best_model``; None if there is none."""
     for callback in _callbacks_with_best(callbacks):
         if Path(callback.best_model_path).is_file():
-            return {"callback": callback.state_key, "weights": weights_of(Path(callback.best_model_path))}
+            content = content_of(Path(callback.best_model_path))
+            run = run_state(content)
+            kept = {name: run[name] for name in _KEPT_OF_RUN if name in run}
+            return {"callback": callback.state_key, "weights": content["state_dict"], "run": kept}
     return None
 
 
@@ -77,7 +85,13 @@ def unpack_best_model(best: BestModel | None, callbacks: Sequence[Any], states: 
     path = Path(states[best["callback"]]["best_model_path"])
     if writes and not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save({"state_dict": best["weights"]}, path)
+        torch.save({"state_dict": best["weights"], "callbacks": {RUN_KEY: best.get("run", {})}}, path)
+
+
+def run_state(checkpoint: State) -> State:
+    """Return the state of the run in a checkpoint; empty if the checkpoint holds only the weights."""
+    state: State = checkpoint.get("callbacks", {}).get(RUN_KEY, {})
+    return state
 
 
 def choosing_callbacks(callbacks: Sequence[object]) -> list[ModelCheckpoint]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sparkhvd.estimators.lightning import RUN_KEY
+from sparkhvd.estimators.lightning.checkpoint.best_model import run_state
 from sparkhvd.estimators.torch.checkpoint.pruning import prune_only
 from sparkhvd.torch.buffers import take_new_buffers
 
@@ -27,5 +27,5 @@ def prune_as_saved(module: torch.nn.Module, checkpoint: State) -> None:
 
 
 def _masks(checkpoint: State) -> dict[str, torch.Tensor]:
-    masks: dict[str, torch.Tensor] = checkpoint.get("callbacks", {}).get(RUN_KEY, {}).get("masks", {})
+    masks: dict[str, torch.Tensor] = run_state(checkpoint).get("masks", {})
     return masks

@@ -71,20 +71,19 @@ def plain_numbers(state: Any) -> Any:
     return state
 
 
-def weights_of(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Return the ``state_dict`` of a Lightning checkpoint that this process has written.
+def content_of(checkpoint: Path) -> dict[str, Any]:
+    """Return the content of a Lightning checkpoint that this process has written, with placeholders for objects.
 
     The code of other objects in it does not run, except with PyTorch before 2.6.
     """
     if not hasattr(torch.serialization, "get_unsafe_globals_in_checkpoint"):
-        old: dict[str, torch.Tensor] = torch.load(checkpoint, weights_only=False, map_location="cpu")["state_dict"]
+        old: dict[str, Any] = torch.load(checkpoint, weights_only=False, map_location="cpu")
         return old
     unsafe = _unsafe_globals(checkpoint)
     placeholders: list[Any] = [(_OpaqueObject, name) for name in unsafe]
     with torch.serialization.safe_globals(placeholders) if unsafe else contextlib.nullcontext():
-        content = torch.load(checkpoint, weights_only=True, map_location="cpu")
-    weights: dict[str, torch.Tensor] = content["state_dict"]
-    return weights
+        content: dict[str, Any] = torch.load(checkpoint, weights_only=True, map_location="cpu")
+    return content
 
 
 class _OpaqueObject:

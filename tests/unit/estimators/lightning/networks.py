@@ -104,6 +104,7 @@ def module(kind="simple", flavour="lightning.pytorch"):
             self.layers = normalizing() if kind == "normalizing" else network()
             self.register_buffer("average", torch.zeros(3))
             self.register_buffer("scale", torch.ones(()))
+            self.register_buffer("brief", torch.zeros(1), persistent=False)
             self.accuracy = MulticlassAccuracy(3, average="micro")
             self.automatic_optimization = not kind.startswith("by hand")
 
@@ -118,6 +119,7 @@ def module(kind="simple", flavour="lightning.pytorch"):
 
         def on_train_batch_end(self, *_):
             self.average = 0.9 * self.average + 0.1 * self.layers[-1].bias.detach()
+            self.brief += 1
 
         def training_step(self, batch, index):
             x, y = (batch["x"], batch["y"]) if isinstance(batch, dict) else batch

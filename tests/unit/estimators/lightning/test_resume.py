@@ -42,7 +42,8 @@ def continued(kind, keeps_best=""):
 
     runs = ((1,), (4,), (1, 2, 4)) if keeps_best else ((4,), (2, 4))
     trainers = [trained_in_parts(stops, make, rows, rows)[0] for stops in runs]
-    return [flat(trainer._package.model) if rank == 0 or not keeps_best else None for trainer in trainers]
+    models = [trainer._package.model for trainer in trainers]
+    return [np.append(flat(model), model.brief.numpy()) if rank == 0 or not keeps_best else None for model in models]
 
 
 @pytest.mark.parametrize("owner", ["estimator", "module"])
