@@ -20,7 +20,7 @@ import psutil
 from sparkhvd.errors import LaunchError
 from sparkhvd.task.failure_report import CONNECTED, ENDED
 from tests.launch.faults import SLOWNESS, left_of
-from tests.launch.misbehaviour import note_pid
+from tests.mpi.rank_functions import stay
 from tests.mpi.tasks import Launched
 from tests.waiting import happens, wait_for
 
@@ -67,30 +67,6 @@ class MpiEnded:
     error: Exception | None
     seconds: float
     left: list[str]
-
-
-class LateResult:
-    """A result whose pickling takes ten minutes, and records that it has begun."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def __reduce__(self) -> str | tuple[object, ...]:
-        note_pid(self._folder)
-        time.sleep(600)
-        return str, ("packed",)
-
-
-def stay(folder: Path, phase: str = "while the ranks run") -> LateResult:
-    """Run a rank that records its process once all ranks have connected, and stays in a phase forever."""
-    from sparkhvd.comm import session  # noqa: PLC0415 - runs in ranks
-
-    session.init()
-    session.current().barrier(name="all are there")
-    if phase == "while the ranks run":
-        note_pid(folder)
-        time.sleep(600)
-    return LateResult(folder)
 
 
 def _script(folder: Path, name: str, *lines: str) -> Path:

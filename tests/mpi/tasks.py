@@ -24,8 +24,6 @@ from sparkhvd.driver.mpi.command import find_mpirun
 from sparkhvd.driver.user_code.payload import pickle_call
 from sparkhvd.task.job import Job
 from sparkhvd.task.mpi.job import MpiJob
-from sparkhvd.task.mpi.task import serve
-from sparkhvd.task.result_rows import result_rows
 from sparkhvd.task.task_info import TaskInfo
 
 SECONDS = 100.0
@@ -56,7 +54,7 @@ class ProcessStage:
         self.processes = []
         for index, container in enumerate(containers):
             process = subprocess.Popen(
-                [sys.executable, "-m", "tests.mpi.tasks"],
+                [sys.executable, "-m", "tests.mpi.task_process"],
                 cwd=_ROOT,
                 env={**os.environ, "CONTAINER_ID": container, **environments.get(index, {})},
                 stdin=subprocess.PIPE,
@@ -122,16 +120,3 @@ class Launched:
     def phases(self) -> list[str]:
         """Return the phase of each rank that the driver knows."""
         return [attending.phase for attending in self.handle._service.tasks().values()]
-
-
-def main() -> None:
-    job, place = pickle.loads(sys.stdin.buffer.read())
-    contents = serve(job, place)
-    rows = [
-        row for rank, content in contents.items() for batch in result_rows(rank, content) for row in batch.to_pylist()
-    ]
-    sys.stdout.buffer.write(pickle.dumps(rows))
-
-
-if __name__ == "__main__":
-    main()

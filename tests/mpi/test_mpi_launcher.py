@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -21,7 +20,14 @@ from sparkhvd.deadline import Deadline
 from sparkhvd.errors import LaunchError, RankFailedError
 from sparkhvd.rpc.frames import is_host_unreachable
 from tests.launch.faults import left_of
-from tests.mpi.faults import MPI_FAULTS, complaints, inject, stay
+from tests.mpi.faults import MPI_FAULTS, complaints, inject
+from tests.mpi.rank_functions import (
+    end_on_rank_1,
+    environment,
+    meet_through_both_worlds,
+    stay,
+    tasks_of_this_job,
+)
 from tests.mpi.tasks import SECONDS, Launched
 from tests.waiting import wait_for
 
@@ -30,52 +36,6 @@ def run(*args, **options):
     with closing(Launched(*args, **options).handle) as handle:
         handle.wait_started(Deadline.after(SECONDS))
         return [cloudpickle.loads(content) for content in handle.results()]
-
-
-def secrets_in_environments():
-    """Return the secrets in the initial environments of all processes of this host."""
-    secrets = set()
-    for environment in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            variables = environment.read_bytes().split(b"\0")
-        except OSError:
-            continue
-        secrets |= {one for one in variables if one.startswith(b"SPARKHVD_") and b"SECRET" in one.partition(b"=")[0]}
-    return {one.partition(b"=")[2].decode() for one in secrets}
-
-
-def meet_through_both_worlds():
-    """Return the rank according to MPI and to our core, and a sum through each."""
-    import numpy as np  # noqa: PLC0415
-    from mpi4py import MPI  # noqa: PLC0415
-
-    from sparkhvd.comm import session  # noqa: PLC0415
-    from sparkhvd.comm.collectives.buffers import ReduceOp  # noqa: PLC0415
-
-    session.init()
-    communicator = session.current()
-    world = communicator.world
-    total = communicator.allreduce(np.array([world.rank + 1.0]), ReduceOp.SUM, name="sum")[0]
-    print("said by", world.rank)
-    return {
-        "places": (world.rank, world.size, world.local_rank, world.local_size, world.cross_rank, world.cross_size),
-        "mpi": (MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size),
-        "sums": (MPI.COMM_WORLD.allreduce(world.rank + 1), float(total)),
-        "env": (
-            os.environ.get("MINE"),
-            os.environ.get("HOME"),
-            os.environ.get("TMPDIR"),
-            os.environ.get("OMP_NUM_THREADS"),
-            os.environ.get("BY_MPIRUN"),
-        ),
-        "host": os.environ["CONTAINER_ID"],
-        "secrets": [
-            name for name in os.environ if name.startswith("SPARKHVD_") and ("SECRET" in name or "FOLDER" in name)
-        ],
-        "in environments": secrets_in_environments(),
-        "path": sys.path,
-        "folder": str(Path.cwd()),
-    }
 
 
 def test_mpi_and_the_core_agree_on_a_world_of_two_hosts(monkeypatch, tmp_path):
@@ -114,10 +74,6 @@ def test_the_users_arguments_override_placement_and_interfaces_of_open_mpi():
     assert [one["sums"] for one in results] == [(6, 6.0)] * 3
 
 
-def environment():
-    return dict(os.environ)
-
-
 @pytest.mark.parametrize(("extra", "component"), [((), "mmap"), (("--mca", "shmem", "sysv"), "sysv")])
 def test_open_mpi_does_not_test_posix_shared_memory_which_a_killed_process_would_leave(
     extra, component, monkeypatch, tmp_path
@@ -141,14 +97,6 @@ def test_a_rank_has_the_environment_of_its_task():
     assert left == {**own, **odd, "CONTAINER_ID": "a"}
 
 
-def tasks_of_this_job():
-    """Return the task above this rank, and the current number of tasks."""
-    import psutil  # noqa: PLC0415
-
-    above = next(one for one in psutil.Process().parents() if "tests.mpi.tasks" in one.cmdline())
-    return above.pid, sum("tests.mpi.tasks" in one.cmdline() for one in above.parent().children())
-
-
 def test_the_first_task_of_each_host_starts_its_ranks_and_the_others_wait():
     launched = Launched(tasks_of_this_job, containers=("a", "b", "a", "b"))
     with closing(launched.handle):
@@ -156,22 +104,6 @@ def test_the_first_task_of_each_host_starts_its_ranks_and_the_others_wait():
     tasks = [process.pid for process in launched.stage.processes]
     assert [above for above, _ in found] == [tasks[0], tasks[0], tasks[1], tasks[1]]
     assert [count for _, count in found] == [4] * 4
-
-
-def end_on_rank_1(how: str):
-    from sparkhvd.comm import session  # noqa: PLC0415
-
-    session.init()
-    communicator = session.current()
-    communicator.barrier(name="all are there")
-    if communicator.world.rank != 1:
-        time.sleep(600)
-    print("last words", file=sys.stderr, flush=True)
-    if how == "raise":
-        raise ValueError("no luck")
-    if how == "exit":
-        os._exit(3)
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize(
