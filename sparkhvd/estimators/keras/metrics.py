@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import keras
 import numpy as np
 import numpy.typing as npt
+from keras.src.models.functional import Functional  # not exported
 
 from sparkhvd.comm import session
 from sparkhvd.comm.collectives.buffers import ReduceOp
@@ -98,6 +100,27 @@ def summed_results(model: keras.Model) -> dict[str, float]:
 def as_number(value: object) -> float:
     """Return a value of the logs, which may be an array with one element, as a number."""
     return float(np.asarray(keras.ops.convert_to_numpy(value)).item())
+
+
+def create_metrics_before_training(model: keras.Model, batch: tuple[Any, ...]) -> None:
+    """Create the variables of the metrics that Keras would create in the first step on TensorFlow.
+
+    TensorFlow traces a step twice if its first trace creates variables.
+
+    Args:
+        model: the compiled model. Nothing happens if it is no network with one output and Keras' own steps.
+        batch: TensorFlow's description of a batch: features, labels, and perhaps weights.
+    """
+    metrics = model._compile_metrics  # noqa: SLF001  (compile resolves metrics when it sees the first outputs)
+    if metrics is None or metrics.built or not _has_one_output(model):
+        return
+    labels = keras.tree.map_structure(lambda spec: keras.KerasTensor(spec.shape, spec.dtype.name), batch[1])
+    metrics.build(labels, model.outputs[0])
+
+
+def _has_one_output(model: keras.Model) -> bool:
+    """Return whether a model with Keras' own steps returns one array whose shape is known."""
+    return type(model) in (keras.Sequential, Functional) and len(model.outputs or ()) == 1
 
 
 def _metrics(model: keras.Model) -> list[keras.metrics.Metric]:

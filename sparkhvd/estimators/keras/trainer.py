@@ -33,6 +33,7 @@ from sparkhvd.estimators.keras.epoch_callbacks import (
     EqualizeStatisticsCallback,
 )
 from sparkhvd.estimators.keras.graph_flags import GraphFlags
+from sparkhvd.estimators.keras.metrics import create_metrics_before_training
 from sparkhvd.estimators.keras.module_buffers import ModuleBuffers
 from sparkhvd.estimators.keras.randomness import RandomStates
 from sparkhvd.estimators.keras.serialization import artifact
@@ -252,9 +253,12 @@ class KerasTrainer:
         """Train the epochs from ``first`` to ``last``, exclusive; see ``TrainingCallbackList.begin_fit``."""
         begin.batches_before = batches_before or 0
         callbacks.begin_fit(self._spec.epochs, len(begin.data), batches_before)
+        data = as_input_of_fit(begin.data)
+        if keras.config.backend() == "tensorflow":
+            create_metrics_before_training(self._model, data.element_spec)
         with _unwrapped_collective_errors():
             self._model.fit(
-                as_input_of_fit(begin.data),
+                data,
                 validation_data=None if begin.validation is None else as_input_of_fit(begin.validation),
                 initial_epoch=first,
                 epochs=last,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest import mock
 
 import keras
 import numpy as np
@@ -59,6 +60,19 @@ def train_as_rank(sizes, weighted, passes=1):
     assert min(record.shares[kind] for kind in ("data_wait", "compute", "communication")) > 0
     assert record.step_seconds > 0
     return trainer._model.get_weights(), record
+
+
+def count_losses():
+    """Train a network with a metric; return the backend, and how often the loss was computed or traced."""
+    loss = keras.losses.SparseCategoricalCrossentropy
+    with mock.patch.object(loss, "call", autospec=True, side_effect=loss.call) as computed:
+        train_as_rank(EVEN, False)
+    return keras.config.backend(), computed.call_count
+
+
+def test_tensorflow_traces_each_step_of_a_network_once(group):
+    for backend, count in group.run(count_losses):
+        assert backend == "torch" or count == 2, "one for training, one for validation"
 
 
 def train_plainly(sizes, weighted, passes=1):
