@@ -7,6 +7,7 @@ import logging
 import os
 import queue
 import re
+import selectors
 import shutil
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from typing import Protocol
 
 from sparkhvd._util.addresses import is_ipv6
 from sparkhvd._util.counts import is_count
+from sparkhvd.deadline import Deadline
 from sparkhvd.driver.arguments import split_arguments
 from sparkhvd.driver.elastic.workers import DiscoveryFailed, Event, Offered
 from sparkhvd.driver.hosts import check_name, parse_hosts
@@ -27,6 +29,7 @@ INTERVAL_SECONDS = 1.0
 SCRIPT_SECONDS = 10.0
 _WITH_SLOTS = re.compile(r".*:\d+")
 _MAX_SHOWN = 300
+_MAX_OUTPUT, _CHUNK_BYTES = 2**20, 2**16
 
 
 class Discovery(Protocol):
@@ -83,7 +86,7 @@ class DiscoveryScript:
         self._default_slots = default_slots
         self._seconds = seconds
         self._lock = threading.Lock()  # guards the fields below
-        self._process: subprocess.Popen[str] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._cancelled = False
         if not self._command or shutil.which(self._command[0]) is None:
             raise ConfigError(f"The host discovery script {command!r} is not an executable file. Check chmod +x.")
@@ -92,7 +95,7 @@ class DiscoveryScript:
         """Run the script and return the number of slots by host.
 
         Raises:
-            LaunchError: the script failed, took too long, or printed an invalid line.
+            LaunchError: the script failed, took too long, or printed too much or an invalid line.
         """
         with self._lock:
             if self._cancelled:
@@ -102,18 +105,12 @@ class DiscoveryScript:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                text=True,
-                errors="replace",
                 start_new_session=True,
             )
         try:
             with process:
                 try:
-                    stdout, stderr = process.communicate(timeout=self._seconds)
-                except subprocess.TimeoutExpired:
-                    raise LaunchError(
-                        f"The host discovery script did not end within {self._seconds:g} s and was killed."
-                    ) from None
+                    stdout, stderr = _outputs(process, self._seconds)
                 finally:
                     self._kill(process)  # also ends its child processes
         finally:
@@ -134,9 +131,39 @@ class DiscoveryScript:
                 self._kill(self._process)
 
     @staticmethod
-    def _kill(process: subprocess.Popen[str]) -> None:
+    def _kill(process: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
+
+
+def _outputs(process: subprocess.Popen[bytes], seconds: float) -> tuple[str, str]:
+    """Return what a script has written to stdout and stderr until its end.
+
+    Raises:
+        LaunchError: the script does not end in time, or writes too much.
+    """
+    deadline = Deadline.after(seconds)
+    is_late = LaunchError(f"The host discovery script did not end within {seconds:g} s and was killed.")
+    outputs = {stream.fileno(): bytearray() for stream in (process.stdout, process.stderr) if stream is not None}
+    with selectors.DefaultSelector() as selector:
+        for number in outputs:
+            selector.register(number, selectors.EVENT_READ)
+        while selector.get_map():
+            ready = selector.select(deadline.remaining())
+            if deadline.expired():
+                raise is_late
+            for key, _ in ready:
+                if not (chunk := os.read(key.fd, _CHUNK_BYTES)):
+                    selector.unregister(key.fd)
+                outputs[key.fd] += chunk
+            if sum(map(len, outputs.values())) > _MAX_OUTPUT:
+                raise LaunchError(f"The host discovery script wrote more than {_MAX_OUTPUT:,} bytes and was killed.")
+    try:
+        process.wait(deadline.remaining())
+    except subprocess.TimeoutExpired:
+        raise is_late from None
+    stdout, stderr = (output.decode(errors="replace") for output in outputs.values())
+    return stdout, stderr
 
 
 def parse_discovered(text: str, default_slots: int) -> dict[str, int]:

@@ -77,10 +77,11 @@ _WATCH_SECONDS = 1.0
 
 @dataclass
 class _Lease:
-    """A connected task, its worker and its pending commands."""
+    """A connected task, its worker and its pending commands; ``host`` is a name that no other host has."""
 
     attempt: int
     offer: TaskOffer
+    host: str
     worker: int | None = None
     commands: deque[Message] = field(default_factory=deque)
     waiting: Future[Message] | None = None
@@ -136,7 +137,7 @@ class LeaseBook:
                 why = (
                     "was lost with its Spark task: its executor or its Python process has ended, or its host is cut off"
                 )
-                self._inbox.put(Lost(lease.worker, FailureReport(rank, task.host, why)))
+                self._inbox.put(Lost(lease.worker, FailureReport(rank, lease.host, why)))
             self._inbox.put(self._capacity())  # while holding the lock, so that the newest capacity comes last
         logger.info("A Spark task of the elastic job on host %s has ended: %s", task.host, error)
 
@@ -147,16 +148,15 @@ class LeaseBook:
                 (
                     candidate
                     for candidate in self._leases.values()
-                    if candidate.offer.host == host and candidate.worker is None and not candidate.withdrawn
+                    if candidate.host == host and candidate.worker is None and not candidate.withdrawn
                 ),
                 None,
             )
             if lease is None:
                 return False
             lease.worker = worker
-            self._inbox.put(
-                WorkerStarting(worker, WorkerLocation(lease.offer.host_hash, lease.offer.host, lease.offer.bind_host))
-            )
+            location = WorkerLocation(lease.offer.host_hash, lease.host, lease.offer.bind_host)
+            self._inbox.put(WorkerStarting(worker, location))
         self._command(lease, StartWorker(worker))
         return True
 
@@ -189,7 +189,7 @@ class LeaseBook:
                 logger.warning(
                     "Spark decommissions the executor of %s on host %s; the rank leaves the job at its next commit.",
                     who,
-                    lease.offer.host,
+                    lease.host,
                 )
             waiting = self._take_ended(lease)
         if waiting is not None:
@@ -248,13 +248,23 @@ class LeaseBook:
                 return EndLease()
             if number in self._leases:
                 return Rejected("Another attempt of the task holds this lease.")
-            self._leases[number] = _Lease(introduction.attempt, offer)
+            self._leases[number] = _Lease(introduction.attempt, offer, self._distinct_name(offer))
             self._connected.add(number)
             self._inbox.put(self._capacity())
         if not self.heard.is_set():
             self.heard.set()
             warn_of_versions(self._job, [offer])
         return Acknowledged()
+
+    def _distinct_name(self, offer: TaskOffer) -> str:
+        """Return the name of a task's host, with its address or key if another host has the same name.
+
+        The policy counts slots, pauses and broken connections by name, but containers may all have one name.
+        """
+        hosts = {lease.host: lease.offer.host_hash for lease in self._leases.values()}
+        names = (offer.host, f"{offer.host} ({offer.bind_host})", f"{offer.host} ({offer.host_hash})")
+        known = next((name for name, key in hosts.items() if key == offer.host_hash), None)
+        return known or next((name for name in names if name not in hosts), names[-1])
 
     def _next_command(self, message: NextCommand) -> Message | Future[Message]:
         with self._lock:
@@ -319,7 +329,7 @@ class LeaseBook:
 
     def _capacity(self) -> Offered:
         leases = self._leases.values()
-        slots = Counter(lease.offer.host for lease in leases if not lease.withdrawn)
+        slots = Counter(lease.host for lease in leases if not lease.withdrawn)
         withdrawn = frozenset(lease.worker for lease in leases if lease.withdrawn and lease.worker is not None)
         return Offered(dict(slots), withdrawn)
 

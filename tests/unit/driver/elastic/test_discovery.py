@@ -55,6 +55,17 @@ def test_a_hanging_script_is_killed_with_its_child_processes(tmp_path):
     wait_for(lambda: not psutil.pid_exists(int((tmp_path / "pid").read_text())))
 
 
+@pytest.mark.parametrize("body", ["yes", "yes >&2"])
+def test_a_script_that_writes_without_end_is_killed(tmp_path, body):
+    with pytest.raises(LaunchError, match=r"wrote more than 1,048,576 bytes and was killed"):
+        DiscoveryScript(script(tmp_path, body)).find()
+
+
+def test_a_script_that_closes_its_output_and_hangs_is_killed(tmp_path):
+    with pytest.raises(LaunchError, match=r"did not end within 0\.5 s and was killed"):
+        DiscoveryScript(script(tmp_path, "exec >&- 2>&-; sleep 600"), seconds=0.5).find()
+
+
 @pytest.mark.parametrize("command", ["", "/does/not/exist"])
 def test_a_script_that_cannot_be_executed_is_rejected(command):
     with pytest.raises(ConfigError, match="is not an executable file"):

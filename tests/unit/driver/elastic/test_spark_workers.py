@@ -4,8 +4,9 @@ import queue
 from types import SimpleNamespace
 
 from sparkhvd.driver.elastic.spark_workers import LeaseBook, SparkWorkers
-from sparkhvd.rpc.messages import EndLease, NextCommand, OfferSlot, StartWorker
+from sparkhvd.rpc.messages import EndLease, NextCommand, OfferSlot, StartWorker, TaskStatus
 from sparkhvd.rpc.registration import Introduction, TaskOffer
+from sparkhvd.task.elastic.worker import WorkerLocation
 
 
 class Failing(SparkWorkers):
@@ -62,3 +63,20 @@ def test_a_task_whose_slot_is_given_back_while_a_worker_is_started_gets_one_answ
     book.interrupt = lambda: book.give_back(2)
     book.start(5, "node")
     assert request.result(0) == book.ask() == EndLease()
+
+
+def test_hosts_with_one_name_have_slots_of_their_own():
+    """Containers may all have the same name; two of them are also at one address, behind different networks."""
+    inbox: queue.SimpleQueue = queue.SimpleQueue()
+    book = LeaseBook(SimpleNamespace(versions=()), None, inbox)
+    places = [("a", "10.0.0.1"), ("b", "10.0.0.2"), ("a", "10.0.0.1"), ("c", "10.0.0.2")]
+    for number, (key, address) in enumerate(places):
+        book.handle(OfferSlot(Introduction(7, TaskOffer(number, key, "node", address), 0)))
+    offers = [inbox.get() for _ in places]
+    assert offers[-1].capacity == {"node": 2, "node (10.0.0.2)": 1, "node (c)": 1}
+    assert book.start(5, "node (10.0.0.2)")
+    assert inbox.get().location == WorkerLocation("b", "node (10.0.0.2)", "10.0.0.2")
+    assert not book.start(6, "node (10.0.0.2)"), "this host has no other slot"
+    book.on_ended(TaskStatus(1, -1, "node", 7), EOFError())
+    assert inbox.get().failure.host == "node (10.0.0.2)"
+    assert inbox.get().capacity == {"node": 2, "node (c)": 1}
