@@ -128,6 +128,17 @@ class TrainHooks(Protocol):
         An existing file with the same name is replaced.
         """
 
+    def before_update(self, epoch: int, sums: Mapping[str, tuple[float, int]]) -> None:
+        """Exchange the metrics of a step whose gradients are averaged, before the weights change; may be collective.
+
+        A trainer that calls this hook in every step can let an elastic fit resume from the step before a failure, see
+        ``StepReport.recover``.
+
+        Args:
+            epoch: the epoch, counted from 0.
+            sums: this rank's metrics of the epoch, including this step, as in ``StepReport.sums``.
+        """
+
     def on_step_end(self, report: StepReport, trainer: Trainer) -> None:
         """Report progress, end the training on a NaN or infinite loss, and write a checkpoint when one is due.
 

@@ -92,6 +92,10 @@ def _no_state() -> bytes:
     return b""
 
 
+def _nothing_to_recover() -> None:
+    """Return None."""
+
+
 @dataclass(frozen=True)
 class StepReport:
     """A trainer's report after a training step.
@@ -112,6 +116,8 @@ class StepReport:
             from ``TrainHooks.metrics``; empty without such metrics.
         wants_end: whether this rank requests the end of the training after this epoch. A run that resumes within the
             epoch keeps the request, because the callback may not repeat it.
+        recover: returns the trainer's state at the end of this step after a later step has failed; None if the trainer
+            no longer has this state.
     """
 
     epoch: int
@@ -124,3 +130,4 @@ class StepReport:
     synchronize: Callable[[], None] = _do_nothing
     metrics: Callable[[], bytes] = _no_state
     wants_end: bool = False
+    recover: Callable[[], bytes | None] = _nothing_to_recover

@@ -201,6 +201,80 @@ def test_every_row_counts_once_per_epoch_although_ranks_are_lost_and_join(fit, f
     assert len(counted) == EPOCHS * (2 if framework == "lightning" else 1)
 
 
+class LogSteps(TorchCallback):
+    """Logs the epoch and the step of every step that a rank completes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_step_end(self, run, epoch, step, loss):
+        with (self.folder / f"steps-{os.getpid()}").open("a", encoding="utf-8") as file:
+            file.write(f"{epoch} {step}\n")
+
+
+class SlowState(torch.nn.Module):
+    """A model whose state takes so long that there is one commit, at the first step, and one per epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self.network = torch_network()
+
+    def forward(self, rows):
+        return self.network(rows)
+
+    def state_dict(self, *args, **kwargs):
+        time.sleep(0.2)
+        return super().state_dict(*args, **kwargs)
+
+
+@pytest.mark.parametrize("killed", ["in a step", "between steps"])
+def test_survivors_continue_from_the_last_complete_step_between_commits(spark, tmp_path, killed):
+    """Kill rank 0 at the twelfth step, either in the forward pass or after the update."""
+    killer = Killer(tmp_path, [(1, 12, 0)])
+
+    def loss(output, labels):
+        if "SPARKHVD_RANK" in os.environ and killed == "in a step":
+            done = sum(line.startswith("1 ") for line in own_steps(tmp_path))
+            killer(min(done, 1), done)
+        return output.mean()
+
+    class Kill(TorchCallback):
+        def on_step_end(self, run, epoch, step, loss):
+            if killed == "between steps":
+                killer(epoch, step)
+
+    model = SlowState()
+    estimator = TorchEstimator(
+        backend=SparkBackend(2, min_num_proc=1, max_num_proc=2, launcher="local", **CHANGES),
+        store=Store.create(str(tmp_path / "store")),
+        model=model,
+        optimizer=SignSGD(model.parameters(), lr=1.0),
+        loss=loss,
+        callbacks=[LogSteps(tmp_path), Kill()],
+        feature_cols=["id"],
+        label_cols=["y"],
+        batch_size=2,
+        epochs=2,
+        random_seed=3,
+        verbose=0,
+    )
+    fitted = estimator.fit(spark.range(ROWS).selectExpr("id", "0.0D y"))
+    assert (tmp_path / "killed-0").exists()
+    assert uses(fitted) == [2] * ROWS
+    logs = [path.read_text().splitlines() for path in tmp_path.glob("steps-*")]
+    survivor = max(logs, key=len)
+    repeated = [step for step, count in Counter(survivor).items() if count > 1]
+    assert not repeated, "the survivor has repeated steps"
+    # Every row has lost 1 per epoch, so the mean over an epoch is exact only if each of its rows counts once.
+    means = [entry["train"]["loss"] for entry in fitted.getHistory()]
+    assert means == pytest.approx([-float(epoch) for epoch in range(2)])
+
+
+def own_steps(folder: Path) -> list[str]:
+    path = folder / f"steps-{os.getpid()}"
+    return path.read_text().splitlines() if path.exists() else []
+
+
 @pytest.mark.parametrize(
     ("framework", "batch"),
     [

@@ -138,6 +138,8 @@ class Stepper:
         measures: EpochMetrics,
         first: int,
         lap: Callable[[str], None],
+        *,
+        before_update: Callable[[], None],
     ) -> float | None:
         """Take one optimizer step over the global rows of all batches in ``group``.
 
@@ -147,6 +149,8 @@ class Stepper:
             measures: accumulates losses and metrics.
             first: the number of the first batch within its epoch.
             lap: attributes the time since its last call.
+            before_update: called once the gradients are averaged and the metrics are complete, before the weights
+                change; not called for steps of a ``train_minibatch_fn``.
 
         Returns:
             The loss of the last batch that had rows on this rank, or the first NaN or infinite loss; None without rows.
@@ -181,6 +185,7 @@ class Stepper:
                 loss = _step_loss(loss, measures.add(batch_loss, outputs, labels, batch.rows, factors))
         lap("compute")
         optimizer.synchronize()
+        before_update()
         lap("communication")
         self._apply(optimizer)
         lap("compute")

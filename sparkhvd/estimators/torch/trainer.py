@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
@@ -241,7 +241,14 @@ class TorchTrainer:
         with closing(_closable(source.epoch(epoch, step))) as batches:
             while group := _next_batches(batches, self._spec.backward_passes_per_step):
                 watch.lap("data_wait")
-                loss = self._stepper.step(group, optimizer, measures, step, watch.lap)
+                loss = self._stepper.step(
+                    group,
+                    optimizer,
+                    measures,
+                    step,
+                    watch.lap,
+                    before_update=lambda: hooks.before_update(epoch, measures.sums()),
+                )
                 step += len(group)
                 self._rows_of_buffers += sum(batch.rows for batch in group)
                 self._schedule.after_step()
@@ -258,11 +265,27 @@ class TorchTrainer:
                     synchronize=self._synchronize_within_epoch,
                     metrics=measures.state,
                     wants_end=run.stop,
+                    recover=self._unchanged_state(),
                 )
                 hooks.on_step_end(report, self)
                 self._take_own_buffers()
                 watch.lap("compute")
         return measures
+
+    def _unchanged_state(self) -> Callable[[], bytes | None]:
+        """Return a function that returns the current state until an update or a forward pass changes it, then None.
+
+        Buffers and torchmetrics change in every forward pass, and lost ranks have a part of them.
+        """
+        modules = self._modules()
+        if not self._spec.elastic or self._package.objective.stateful() or next(modules.buffers(), None) is not None:
+            return lambda: None
+
+        def versions() -> list[int]:
+            return [parameter._version for parameter in modules.parameters()]  # noqa: SLF001 - PyTorch documents it
+
+        current = versions()
+        return lambda: None if versions() != current or self._attributes.have_changed() else self.state()
 
     def _modules(self) -> torch.nn.ModuleList:
         """Return all modules that this rank trains: a loss may have buffers, too, such as running means."""

@@ -2,6 +2,10 @@
 
 Rank 0 makes a commit and sends it to all ranks, so any survivor can continue from it. The number of steps between two
 commits is chosen so that commits take about ``_TARGET_TIME_SHARE`` of the training time.
+
+A survivor whose weights are still those at the end of its last step makes a checkpoint of them instead of returning to
+the last commit. This needs the metrics of all ranks at that step, because those of a lost rank are lost with it. So the
+ranks exchange them in every step, unless the steps are too short for that.
 """
 
 from __future__ import annotations
@@ -17,6 +21,8 @@ from sparkhvd.errors import ParamError
 from sparkhvd.estimators.training.checkpoint import Checkpoint
 
 _TARGET_TIME_SHARE = 0.02
+# The time for which ranks exchange their metrics, between hosts.
+_EXCHANGE_SECONDS = 2e-4
 
 
 class Commits(State):
@@ -24,6 +30,8 @@ class Commits(State):
 
     Attributes:
         checkpoint: the last commit; None before the first.
+        exchanges_metrics: whether the ranks exchange their metrics in every step, for ``complete_step``.
+        requested_end: the epoch in which this rank had requested the end of the training before the last change.
     """
 
     def __init__(self) -> None:
@@ -31,6 +39,8 @@ class Commits(State):
         self.checkpoint: Checkpoint | None = None
         self._cost = 0.0  # seconds that the last commit took
         self._interval = 1  # the steps from one commit to the next
+        self.exchanges_metrics = False
+        self.requested_end: int | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -40,22 +50,40 @@ class Commits(State):
         the same step would follow a new commit, and the driver would mistake the new commits for progress.
         """
         self._steps, self._since = 0, time.monotonic()
+        self._recover: Callable[[], Checkpoint | None] | None = None
 
     def on_reset(self) -> None:
-        """Free the threads and files of the interrupted training, and call ``reset``."""
-        gc.collect()
+        """Call ``reset``, and free the threads and files of the interrupted training."""
         super().on_reset()
+        gc.collect()
 
     def save(self) -> None:
         """Do nothing: ``take`` keeps the checkpoint."""
 
     def restore(self) -> None:
-        """Do nothing: the training resumes from ``checkpoint``."""
+        """Make a commit of the last complete step if this rank still has its state, else keep ``checkpoint``."""
+        recover, self._recover = self._recover, None
+        membership = session.membership()
+        if recover is None or membership is None or not self._steps:
+            return
+        if (recovered := recover()) is not None:
+            self.checkpoint = recovered
+            membership.commit += self._steps  # so that all ranks resume from the newest step that a rank has completed
 
     def sync(self) -> None:
         """Replace the last commit of every rank with rank 0's; collective."""
-        commit = (self.checkpoint, self._interval)
-        self.checkpoint, self._interval = objects.broadcast_object(session.current(), commit, name="last commit")
+        commit = (self.checkpoint, self._interval, self.exchanges_metrics)
+        self.checkpoint, self._interval, self.exchanges_metrics = objects.broadcast_object(
+            session.current(), commit, name="last commit"
+        )
+
+    def begin_update(self) -> None:
+        """Note that the weights change: from now on, a failure returns to the last commit."""
+        self._recover = None
+
+    def complete_step(self, recover: Callable[[], Checkpoint | None]) -> None:
+        """Note that a step is complete; after a failure, ``recover`` returns a checkpoint of it, or None."""
+        self._recover = recover
 
     def is_due(self) -> bool:
         """Count a step and return whether to commit after it; the result is the same on all ranks."""
@@ -71,16 +99,16 @@ class Commits(State):
         """
         communicator = session.current()
         started = time.monotonic()
-        outcome: tuple[Checkpoint, int] | ParamError | None = None
+        outcome: tuple[Checkpoint, int, bool] | ParamError | None = None
         if communicator.world.rank == 0:
             try:
-                outcome = (make(), self._next_interval(started))
+                outcome = (make(), *self._next_interval(started))
             except ParamError as error:
                 outcome = error
         outcome = objects.broadcast_object(communicator, outcome, name="commit")
         if isinstance(outcome, ParamError):
             raise outcome
-        self.checkpoint, self._interval = outcome  # type: ignore[misc]  # rank 0 has made one
+        self.checkpoint, self._interval, self.exchanges_metrics = outcome  # type: ignore[misc]  # rank 0 has made one
         self.commit()
         self._since, self._steps = time.monotonic(), 0
         self._cost = self._since - started
@@ -90,7 +118,9 @@ class Commits(State):
         if (membership := session.membership()) is not None:
             membership.published(path)
 
-    def _next_interval(self, started: float) -> int:
+    def _next_interval(self, started: float) -> tuple[int, bool]:
+        """Return the steps until the next commit, and whether to exchange metrics in each of them."""
         step_seconds = max((started - self._since) / max(self._steps, 1), 1e-6)
         cost = self._cost or time.monotonic() - started
-        return max(1, math.ceil(cost / _TARGET_TIME_SHARE / step_seconds))
+        interval = max(1, math.ceil(cost / _TARGET_TIME_SHARE / step_seconds))
+        return interval, interval > 1 and _TARGET_TIME_SHARE * step_seconds > _EXCHANGE_SECONDS

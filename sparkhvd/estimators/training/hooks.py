@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
@@ -81,6 +82,7 @@ class RunHooks:
         self._end_digest: bytes | None = None  # digest of the last checkpoint's state, after the last epoch
         # In the current epoch, the last reported step and the last step that allowed a checkpoint.
         self._last_step = self._last_whole = self.resume.first_step
+        self._step_sums: dict[str, tuple[float, float]] | None = None  # the totals at the step whose update has begun
         self._best: tuple[int, bytes] | None = None  # epoch and state, without a Store, on rank 0
         self._warned = False
         if communicator.world.rank == 0:
@@ -134,6 +136,13 @@ class RunHooks:
         rule = self._spec.early_stopping
         return rule is not None and bool(self.history) and rule.ends(self.history)
 
+    def before_update(self, epoch: int, sums: Mapping[str, tuple[float, int]]) -> None:
+        """See ``TrainHooks``."""
+        if self._commits is not None and self._commits.exchanges_metrics:
+            self._step_sums = _totals(sums, self.resume.earlier_sums(epoch), self._communicator, "sums of a step")
+        if self._commits is not None:
+            self._commits.begin_update()
+
     def on_step_end(self, report: StepReport, trainer: Trainer) -> None:
         """See ``TrainHooks``."""
         spec, rank = self._spec, self._communicator.world.rank
@@ -149,8 +158,31 @@ class RunHooks:
         self._last_whole = report.step
         saves = due and self._fence is not None
         commits = self._commits is not None and self._commits.is_due() and report.step < report.steps
+        self._complete_step(report)
         if saves or commits:
             self._save_within(report, trainer, to_store=saves)
+
+    def _complete_step(self, report: StepReport) -> None:
+        """Prepare to resume from this step if a later one fails."""
+        sums, self._step_sums = self._step_sums, None
+        if self._commits is not None and sums is not None and report.step < report.steps:
+            self._commits.complete_step(partial(self._recovered, self._commits, report, sums))
+
+    def _recovered(
+        self, commits: Commits, report: StepReport, sums: Mapping[str, tuple[float, float]]
+    ) -> Checkpoint | None:
+        """Return a checkpoint of a step that this rank has completed, after a later step has failed."""
+        state = report.recover()
+        if state is None:
+            return None
+        if report.wants_end:
+            commits.requested_end = report.epoch
+        last = commits.checkpoint
+        committed = None if last is None or last.epoch != report.epoch else last.within
+        wanted_end = committed is not None and committed.wants_end
+        within = self._position(report, sums, wants_end=report.wants_end or wanted_end)
+        logger.info("run %s continues from epoch %d, step %d", self._run_id, report.epoch + 1, report.step)
+        return self._checkpoint(report.epoch, state, within)
 
     def keep_file(self, path: Path) -> None:
         """See ``TrainHooks``."""
@@ -169,6 +201,7 @@ class RunHooks:
         self._check_loss(loss, f"epoch {record.epoch + 1} of {self._spec.epochs}")
         wants_end = report.on_record is not None and report.on_record(record)
         wants_end = wants_end or self.resume.wanted_end(report.epoch)
+        wants_end = wants_end or (self._commits is not None and self._commits.requested_end == report.epoch)
         if self._callback is not None:
             wants_end = self._callback.report(self.history) or wants_end
         self._ended = self._any_rank(wants_end, report.epoch)  # before _save_epoch, which saves it
@@ -188,7 +221,7 @@ class RunHooks:
         """See ``TrainHooks``."""
         if self._fence is None or self._end_digest is None:
             return
-        content = self._checkpoint(self.history[-1].epoch, trainer)
+        content = self._checkpoint(self.history[-1].epoch, trainer.state())
         if _digest(content.state) != self._end_digest:
             checkpoint.save_final(self._fence, content)
 
@@ -265,7 +298,7 @@ class RunHooks:
         """Save the end of an epoch in the Store, on rank 0."""
         fence.check()
         run_log.write(fence.store, self._run_id, self.history)
-        content = self._checkpoint(epoch, trainer)
+        content = self._checkpoint(epoch, trainer.state())
         self._save(fence, content)
         self._end_digest = _digest(content.state) if self._is_last(epoch) else None
         return content
@@ -285,9 +318,32 @@ class RunHooks:
         ):
             checkpoint.publish(self._fence, committed)
 
-    def _checkpoint(self, epoch: int, trainer: Trainer) -> Checkpoint:
+    def _checkpoint(self, epoch: int, state: bytes, within: EpochPosition | None = None) -> Checkpoint:
         spec, history = self._spec, tuple(self.history)
-        return Checkpoint(epoch, spec.seed, history, trainer.state(), model=spec.model, ended=self._ended)
+        return Checkpoint(epoch, spec.seed, history, state, within, model=spec.model, ended=self._ended)
+
+    def _position(
+        self,
+        report: StepReport,
+        sums: Mapping[str, tuple[float, float]],
+        rank_states: tuple[bytes, ...] = (),
+        metrics: tuple[bytes, ...] = (),
+        *,
+        wants_end: bool,
+    ) -> EpochPosition:
+        return EpochPosition(
+            step=report.step,
+            num_proc=self._spec.shards or self._communicator.world.size,
+            batch_size=self._spec.batch_size,
+            division=self._division,
+            sums=dict(sums),
+            rank_states=rank_states,
+            metrics=metrics,
+            division_proc=self._division_proc,
+            earlier=self.resume.earlier_parts(report.epoch),
+            sizes=self._sizes(report.epoch),
+            wants_end=wants_end or self.resume.wanted_end(report.epoch),
+        )
 
     def _save_within(self, report: StepReport, trainer: Trainer, *, to_store: bool) -> None:
         communicator = self._communicator
@@ -298,20 +354,14 @@ class RunHooks:
         states = objects.allgather_object(communicator, local_state, name=f"states of ranks at {report.step}")
 
         def make() -> Checkpoint:
-            within = EpochPosition(
-                step=report.step,
-                num_proc=self._spec.shards or communicator.world.size,
-                batch_size=self._spec.batch_size,
-                division=self._division,
-                sums=sums,
-                rank_states=tuple(state for state, _, _ in states),
-                metrics=tuple(metrics for _, metrics, _ in states if metrics),
-                division_proc=self._division_proc,
-                earlier=self.resume.earlier_parts(report.epoch),
-                sizes=self._sizes(report.epoch),
-                wants_end=any(wants for _, _, wants in states) or self.resume.wanted_end(report.epoch),
+            within = self._position(
+                report,
+                sums,
+                tuple(state for state, _, _ in states),
+                tuple(metrics for _, metrics, _ in states if metrics),
+                wants_end=any(wants for _, _, wants in states),
             )
-            content = replace(self._checkpoint(report.epoch, trainer), within=within)
+            content = self._checkpoint(report.epoch, trainer.state(), within)
             if to_store and self._fence is not None:
                 self._save(self._fence, content)
             return content

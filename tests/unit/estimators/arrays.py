@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -72,6 +72,9 @@ class Hooks:
 
     def keep_file(self, path: Path) -> None:
         raise AssertionError(f"no file is requested, but {path} was kept")
+
+    def before_update(self, epoch: int, sums: Mapping[str, tuple[float, int]]) -> None:
+        pass
 
     def on_step_end(self, report: StepReport, trainer: object) -> None:
         self.steps.append(report)

@@ -57,6 +57,10 @@ class ChangedAttributes:
         self._start = self._signatures(self._alive)
         self.apply()
 
+    def have_changed(self) -> bool:
+        """Return whether this rank has changed attributes in this run, including the part before an interruption."""
+        return bool(self._resumed) or self._signatures([]) != self._start
+
     def agree(self) -> None:
         """Find the changed attributes for ``state()``; collective."""
         changed = {
