@@ -11,6 +11,7 @@ from sparkhvd._util.texts import first_line
 from sparkhvd.comm.connect.membership import FINISHED, PUBLISHED, SYNCED, WAITING, Assignment, Report
 from sparkhvd.driver.elastic.membership_server import MembershipServer
 from sparkhvd.driver.elastic.policy import (
+    Abandon,
     Decision,
     Done,
     Fail,
@@ -130,6 +131,11 @@ class Controller:
         elif isinstance(decision, Notify):
             self._roster.notified()
             self._membership.notify(self._roster.generation)
+        elif isinstance(decision, Abandon):
+            logger.warning("%s.", decision.why)
+            self._roster.notified()
+            self._membership.report_loss(self._roster.generation, decision.why)
+            self._membership.close_rendezvous()
         elif isinstance(decision, Form):
             self._form(decision)
         elif isinstance(decision, Fail):

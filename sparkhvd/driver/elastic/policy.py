@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from sparkhvd._util.counts import counted
@@ -168,6 +168,13 @@ class Notify:
 
 
 @dataclass(frozen=True)
+class Abandon:
+    """End the attempt of the current generation to connect, because new ranks make another choice of hosts possible."""
+
+    why: str
+
+
+@dataclass(frozen=True)
 class LeaveOut:
     """End these workers, because their hosts cannot reach other hosts; this counts as a failure of their hosts."""
 
@@ -182,7 +189,7 @@ class Form:
     Attributes:
         workers: the workers.
         separated: hosts that cannot reach each other although the job needs them all; empty if none are known. If set,
-            the ranks dial each other for the whole ``start_timeout``.
+            the ranks dial each other for the whole ``start_timeout``, or until ``Abandon``.
     """
 
     workers: tuple[int, ...]
@@ -211,7 +218,7 @@ class Fail:
     error: str = ""
 
 
-Decision = Start | Stop | Notify | LeaveOut | Form | Done | Fail
+Decision = Start | Stop | Notify | Abandon | LeaveOut | Form | Done | Fail
 
 
 def decide(view: View, limits: Limits, now: float) -> list[Decision]:
@@ -234,6 +241,8 @@ def decide(view: View, limits: Limits, now: float) -> list[Decision]:
         next_step = _leave_out_decision(view, limits, leaving) or _next_generation(view, limits, leaving, now)
         if next_step is not None:
             return [next_step]
+    elif not view.notified and _needs_no_separated_hosts(view, limits, leaving):
+        decisions.append(Abandon("New ranks are ready, so the job no longer needs hosts that cannot reach each other"))
     elif not view.notified and _should_regroup(view, limits, leaving, now):
         decisions.append(Notify())
     decisions += _stop_decisions(view, limits, leaving, now)
@@ -367,6 +376,16 @@ def _leave_out_decision(view: View, limits: Limits, leaving: frozenset[int]) -> 
     names = ", ".join(f"{host} ({counted(ranks[host], 'rank')})" for host in sorted(hosts))
     why = f"{_pairs_text(pairs)}. The job continues without {names} and tries again after a pause"
     return LeaveOut(tuple(member.worker for member in arrived if member.host in hosts), why)
+
+
+def _needs_no_separated_hosts(view: View, limits: Limits, leaving: frozenset[int]) -> bool:
+    """Return whether a generation connects that has separated hosts, although waiting workers could replace them."""
+    if not view.unreachable or _is_limit_reached(view, limits):
+        return False
+    arrived = tuple(
+        replace(member, phase=Phase.WAITING) if member.phase is Phase.RUNNING else member for member in view.members
+    )
+    return _leave_out_decision(replace(view, members=arrived), limits, leaving) is not None
 
 
 def _separated_text(view: View, limits: Limits) -> str:

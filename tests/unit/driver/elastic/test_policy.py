@@ -13,6 +13,7 @@ from sparkhvd.driver.elastic.policy import (
     MAX_STATELESS,
     SETTLE_SECONDS,
     SHORTAGE_SECONDS,
+    Abandon,
     Done,
     Fail,
     Form,
@@ -193,6 +194,19 @@ def test_hosts_are_not_left_out_if_too_few_ranks_would_be_left():
         "these hosts out and tries again",
     )
     assert workers_left_out(disconnected_job("abc", (1, 0)), limits) == (1,)
+
+
+def test_hosts_that_cannot_reach_each_other_stop_dialing_when_new_ranks_can_replace_them():
+    limits = dataclasses.replace(LIMITS, min_size=2)
+    dialing = [running(0, 0), dataclasses.replace(running(1, 1), host="b")]
+    separated = {"capacity": {"a": 1, "b": 1, "c": 1}, "unreachable": frozenset({(1, 0)})}
+    abandoned = [Abandon("New ranks are ready, so the job no longer needs hosts that cannot reach each other")]
+    joined = running_job(*dialing, waiting(2, host="c"), **separated)
+    assert decide(joined, limits, 0.0) == abandoned
+    assert decide(running_job(*dialing, waiting(2, host="c"), notified=True, **separated), limits, 0.0) == []
+    assert Abandon not in map(type, decide(running_job(*dialing, **separated), limits, 0.0))
+    limited = dataclasses.replace(limits, reset_limit=0)
+    assert decide(joined, limited, 0.0) == [], "the next generation would end the job"
 
 
 def test_ranks_of_one_host_that_cannot_connect_try_again():

@@ -6,7 +6,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparkhvd.driver.elastic.policy import Done, Fail, Form, LeaveOut, Limits, Notify, Phase, Start, Stop, decide
+from sparkhvd.driver.elastic.policy import (
+    Abandon,
+    Done,
+    Fail,
+    Form,
+    LeaveOut,
+    Limits,
+    Notify,
+    Phase,
+    Start,
+    Stop,
+    decide,
+)
 from sparkhvd.driver.elastic.roster import Cooldown, Roster
 
 
@@ -348,7 +360,7 @@ class Simulation:
             self.workers += 1
         elif isinstance(decision, Stop):
             self.roster.lost(decision.worker, decision.why, self.now, failed=decision.failed)
-        elif isinstance(decision, Notify):
+        elif isinstance(decision, Notify | Abandon):
             self.roster.notified()
         elif isinstance(decision, Form):
             self.form(decision)
