@@ -420,3 +420,72 @@ def try_on_one_rank():
 
 def test_checking_a_model_with_synchronized_layers_does_not_wait_for_other_ranks(group):
     assert group.run(try_on_one_rank) == [[(3,)]] * group.size
+
+
+class Counting(torch.nn.Module):
+    """Counts its forward passes in an attribute, which is part of a checkpoint."""
+
+    def __init__(self):
+        super().__init__()
+        self.network, self.passes = network(), 0
+
+    def forward(self, x):
+        self.passes += 1
+        return self.network(x)
+
+
+class Shrinking(Counting):
+    """Changes its weights in the forward pass."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.network[0].weight.mul_(0.99)
+        return self.network(x)
+
+
+MODELS = {
+    "plain": network,
+    "buffers": lambda: torch.nn.Sequential(torch.nn.BatchNorm1d(6), network()),
+    "attribute": Counting,
+    "weights": Shrinking,
+}
+
+
+class Recovering(Hooks):
+    """Recovers the state of each step, before and after the next update."""
+
+    def __init__(self):
+        super().__init__()
+        self.states, self.before, self.after = [], [], []
+
+    def before_update(self, epoch, sums):
+        if self.steps:
+            recovered = self.steps[-1].recover()
+            self.before.append(None if recovered is None else recovered == self.states[-1])
+
+    def on_step_end(self, report, trainer):
+        if self.steps:
+            self.after.append(self.steps[-1].recover())
+        super().on_step_end(report, trainer)
+        self.states.append(trainer.state())
+
+
+def recover_as_rank(kind):
+    world, model = session.current().world, MODELS[kind]()
+    training = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "loss": functional.cross_entropy}
+    payload = PLUGIN.pack({"model": model, "label_cols": ("y",), "schema": DATA, **training})
+    hooks = Recovering()
+    PLUGIN.trainer(payload, spec(DATA, elastic=True), world).fit(source(EVEN, world.rank, world.size), None, hooks)
+    return hooks.before, hooks.after
+
+
+@pytest.mark.parametrize(
+    ("kind", "recovers"), [("plain", True), ("buffers", None), ("attribute", None), ("weights", None)]
+)
+def test_the_state_of_a_step_can_be_recovered_until_the_next_update_unless_a_forward_pass_changes_it(
+    group, kind, recovers
+):
+    for before, after in group.run(recover_as_rank, kind):
+        assert len(before) > 2
+        assert set(before) == {recovers}
+        assert set(after) == {None}
