@@ -7,13 +7,15 @@ import json
 import os
 import resource
 import signal
+import subprocess
+import sys
 from contextlib import contextmanager
 from functools import partial
 
 import pytest
 
 from sparkhvd.errors import StoreError
-from sparkhvd.estimators.models import saved_folder
+from sparkhvd.estimators.models import folder_lease, saved_folder
 from sparkhvd.store import LocalStore
 
 FILES = ("objects.pkl", "trained.json", "model/weights")
@@ -25,7 +27,7 @@ class Killed(BaseException):
 
 
 class Failing:
-    """A Store in which one of the modifying operations fails.
+    """A Store in which one of the modifying operations fails, except those on the files of leases.
 
     Args:
         store: the Store that executes the operations.
@@ -41,7 +43,11 @@ class Failing:
     def __getattr__(self, name):
         return getattr(self.store, name)
 
-    def _step(self):
+    def _step(self, path):
+        if folder_lease.is_lease(path):
+            if self.for_good and self.count >= self.number:
+                raise StoreError("A killed writer releases nothing.")
+            return
         self.count += 1
         if self.count == self.number or (self.for_good and self.count > self.number):
             self.fail()
@@ -50,15 +56,15 @@ class Failing:
     def open(self, path, mode):
         with self.store.open(path, mode) as file:
             if mode == "wb":
-                self._step()  # before the content appears
+                self._step(path)  # before the content appears
             yield file
 
     def publish(self, path, content):
-        self._step()
+        self._step(path)
         self.store.publish(path, content)
 
     def delete(self, path):
-        self._step()
+        self._step(path)
         self.store.delete(path)
 
 
@@ -132,8 +138,13 @@ def test_a_writer_beside_the_first_writer_of_an_object_or_after_it_changes_nothi
 
 
 def test_a_new_object_that_cannot_be_written_leaves_its_folder_free(store):
+    def write(store, folder):
+        writing("0")(store, folder)
+        full()
+
     with pytest.raises(StoreError, match="No space left"):
-        saved_folder.write_new(store, "thing", lambda *_: full())
+        saved_folder.write_new(store, "thing", write)
+    assert store.list("thing") == []
     saved_folder.write_new(store, "thing", writing("1"))
     assert found(store) == "1"
 
@@ -201,34 +212,77 @@ def test_a_reader_beside_a_writer_reads_one_whole_object(store, when):
     assert saved_folder.read(store, "thing", "Thing", load) == ("1", ["1"] * len(FILES))
 
 
+WRITER = """
+import json, sys
+from sparkhvd.estimators.models import saved_folder
+from sparkhvd.store import Store
+from tests.contract.test_saved_folder import writing
+
+url, options, text, count = json.loads(sys.argv[1])
+store = Store.create(url, **options)
+store.list("")
+print("ready", flush=True)
+sys.stdin.readline()
+for number in range(count):
+    saved_folder.overwrite(store, "thing", writing(f"{text} {number}"))
+"""
+
+
+def test_processes_that_replace_one_object_at_the_same_time_take_turns(store):
+    options = {} if store.storage_options is None else {"storage_options": dict(store.storage_options)}
+    writers = [
+        subprocess.Popen(
+            [sys.executable, "-c", WRITER, json.dumps([store.url, options, f"writer {number}", 2])],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(3)
+    ]
+    for writer in writers:
+        assert writer.stdout.readline() == "ready\n"
+    for writer in writers:
+        writer.stdin.write("\n")
+        writer.stdin.flush()
+    for writer in writers:
+        writer.communicate(timeout=250)
+    assert [writer.returncode for writer in writers] == [0, 0, 0]
+    assert found(store) in {f"writer {number} 1" for number in range(3)}
+    assert sorted(store.list("thing")) == sorted(f"thing/{name}" for name in (*FILES, saved_folder.METADATA))
+
+
 @pytest.mark.parametrize("store", ["file"], indirect=True)
-def test_an_overtaken_writer_keeps_the_other_object(store, monkeypatch):
+def test_a_writer_whose_lease_was_taken_over_keeps_the_other_object(store):
     saved_folder.write_new(store, "thing", writing("0"))
-    move = saved_folder._copy_to_final_paths
 
-    def overtaken(*arguments):
-        monkeypatch.setattr(saved_folder, "_copy_to_final_paths", move)
-        move(*arguments)
+    def suspended(store, folder):
+        metadata = writing("1")(store, folder)
+        (lease,) = (path for path in store.list("thing") if folder_lease.is_lease(path))
+        store.delete(lease)  # as another writer does when this one appears dead
         saved_folder.overwrite(store, "thing", writing("2"))
+        return metadata
 
-    monkeypatch.setattr(saved_folder, "_copy_to_final_paths", overtaken)
+    with pytest.raises(StoreError, match=r"thing was taken over by another writer.*Save the object again"):
+        saved_folder.overwrite(store, "thing", suspended)
+    assert found(store) == "2"
+    assert len(store.list("thing")) == len(FILES) + 1
+
+
+def announce(store, machine):
+    """Publish the file of a writer on another machine."""
+    store.publish("thing/-writer-0", json.dumps({"machine": machine, "pid": 1, "started": "1"}).encode())
+
+
+@pytest.mark.parametrize("store", ["file"], indirect=True)
+def test_a_writer_on_another_machine_is_presumed_dead_once_it_is_silent(store, monkeypatch):
+    saved_folder.write_new(store, "thing", writing("0"))
+    announce(store, "another")
+    monkeypatch.setattr(folder_lease, "_WAIT_SECONDS", 0.1)
+    with pytest.raises(StoreError, match=r"Another writer saves an object to .*/thing\."):
+        saved_folder.overwrite(store, "thing", writing("1"))
+    assert found(store) == "0"
+    monkeypatch.setattr(folder_lease, "SILENT_SECONDS", 1.0)
+    monkeypatch.setattr(folder_lease, "_WAIT_SECONDS", 60.0)
     saved_folder.overwrite(store, "thing", writing("1"))
-    assert found(store) == "2"
-
-
-@pytest.mark.parametrize("store", ["file"], indirect=True)
-def test_a_writer_whose_files_another_one_removes_keeps_the_other_object(store):
-    saved_folder.write_new(store, "thing", writing("0"))
-
-    def interrupted(store, folder):
-        with store.open(f"{folder}/{FILES[0]}", "wb") as file:
-            file.write(b"1" * BYTES)
-        saved_folder.overwrite(store, "thing", writing("2"))
-        with store.open(f"{folder}/{FILES[1]}", "wb") as file:
-            file.write(b"1" * BYTES)
-        return {"class": "a.Thing", "text": "1", "sparkhvd": {}}
-
-    with pytest.raises(StoreError, match=r"thing was replaced by another writer.*Save it again"):
-        saved_folder.overwrite(store, "thing", interrupted)
-    assert found(store) == "2"
+    assert found(store) == "1"
     assert len(store.list("thing")) == len(FILES) + 1

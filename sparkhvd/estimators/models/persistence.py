@@ -113,12 +113,12 @@ class FolderWriter(MLWriter):
         def write(store: Store, folder: str) -> Metadata:
             return self._write(store, folder, version)
 
-        if not store.list(name):
-            saved_folder.write_new(store, name, write)
+        if self.shouldOverwrite:
+            saved_folder.overwrite(store, name, write)
             return
-        if not self.shouldOverwrite:
+        if saved_folder.files(store, name):
             raise StoreError(f"{path} already exists. Choose another path, or write().overwrite().save(path).")
-        saved_folder.overwrite(store, name, write)
+        saved_folder.write_new(store, name, write)
 
 
 class FolderReader(MLReader[R]):

@@ -8,7 +8,8 @@ which files count: the files next to it, or the files in the folder ``content-..
 3. the old files are removed, and the new ones are copied to their final paths,
 4. the metadata is replaced by one that names no folder, and the folder is removed.
 
-A writer that is killed in between leaves one complete object, and files that the next writer removes.
+A writer that is killed in between leaves one complete object, and files that the next writer removes. Writers of the
+same folder take turns (see ``folder_lease``).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from sparkhvd.errors import ParamError, SparkHvdError, StoreError
+from sparkhvd.estimators.models.folder_lease import FolderLease, hold_folder, is_lease, occupied_error
 from sparkhvd.estimators.training.job_files import PIECE_BYTES
 from sparkhvd.store import Store
 
@@ -29,9 +31,6 @@ logger = logging.getLogger(__name__)
 METADATA = "metadata/part-00000"
 FORMAT, _FORMAT_WITH_FOLDER = 1, 2
 _CONTENT = "content-"
-# The first file in a folder of new files, also in the order of names, in which other writers remove files. If it is
-# still there, so are all others. In the folder of a new object, it keeps other writers out until the metadata is there.
-_MARKER = "-incomplete"
 # Hadoop's checksum of metadata that Spark wrote; while it exists, Spark considers replaced metadata corrupt.
 _CHECKSUM = "metadata/.part-00000.crc"
 
@@ -46,53 +45,59 @@ def write_new(store: Store, folder: str, write: Write) -> None:
     Raises:
         SparkHvdError: the object cannot be written, or another writer has begun to write one.
     """
-    marker, metadata = f"{folder}/{_MARKER}", f"{folder}/{METADATA}"
-    try:
-        store.publish(marker, uuid.uuid4().bytes)  # differs from that of any other writer
-    except StoreError as error:
-        if not store.exists(marker):
-            raise
-        raise _occupied_error(store, folder) from error
-    try:
-        if store.exists(metadata):  # of a writer that has ended meanwhile
-            raise _occupied_error(store, folder)
-        store.publish(metadata, _to_json(write(store, folder), None))
-    finally:
-        try:
-            store.delete(marker)
-        except SparkHvdError as error:  # the next writer that replaces the object removes it
-            logger.warning("Could not remove %s/%s: %s", store.url, marker, str(error))
-
-
-def _occupied_error(store: Store, folder: str) -> StoreError:
-    return StoreError(
-        f"Another writer saves an object to {store.url}/{folder}. Choose another path, or wait until it has ended and "
-        "use write().overwrite().save(path)."
-    )
+    with hold_folder(store, folder, waits=False) as lease:
+        if files(store, folder):  # of a writer that has ended meanwhile
+            raise occupied_error(store, folder)
+        _write_first(store, folder, write, lease)
 
 
 def overwrite(store: Store, folder: str, write: Write) -> None:
-    """Replace the object in a folder.
+    """Replace the object in a folder, or write the first one; wait until earlier writers have ended.
 
     Raises:
-        SparkHvdError: the new object cannot be written, or another writer has replaced the old one in the meantime.
+        SparkHvdError: the new object cannot be written, or another writer does not end.
     """
+    with hold_folder(store, folder, waits=True) as lease:
+        if files(store, folder):
+            _replace(store, folder, write, lease)
+        else:
+            _write_first(store, folder, write, lease)
+
+
+def _write_first(store: Store, folder: str, write: Write, lease: FolderLease) -> None:
+    """Write an object into an empty folder, and leave it empty if that fails."""
+    try:
+        metadata = _to_json(write(store, folder), None)
+        lease.check()
+        store.publish(f"{folder}/{METADATA}", metadata)
+    except BaseException:
+        try:
+            if _metadata(store, folder) is None:  # else the write succeeded and still raised an error
+                lease.check()
+                for path in files(store, folder):
+                    store.delete(path)
+        except (SparkHvdError, ValueError) as error:  # the failure that led here is the one to report
+            logger.warning("Could not remove the files in %s/%s: %s", store.url, folder, str(error))
+        raise
+
+
+def _replace(store: Store, folder: str, write: Write, lease: FolderLease) -> None:
     name = f"{_CONTENT}{uuid.uuid4().hex}"
     content = f"{folder}/{name}"
     try:
-        store.publish(f"{content}/{_MARKER}", b"")
         metadata = write(store, content)
-        written = _all_written(store, folder, name)
+        written = store.list(content)
+        lease.check()
         store.delete(f"{folder}/{_CHECKSUM}")
         _replace_metadata(store, folder, _to_json(metadata, name))
     except BaseException:
         _remove_unless_committed(store, folder, name)
         raise
     try:
-        if _is_committed(store, folder, name):
-            _copy_to_final_paths(store, folder, name, written)
-        if _is_committed(store, folder, name):  # else another writer has saved its object in the meantime
-            _replace_metadata(store, folder, _to_json(metadata, None))
+        lease.check()
+        _copy_to_final_paths(store, folder, name, written)
+        lease.check()
+        _replace_metadata(store, folder, _to_json(metadata, None))
         store.delete(content)
     except (SparkHvdError, OSError) as error:  # the object is saved nevertheless
         # As text: a log record may live long, and an error keeps the frames of its traceback alive.
@@ -180,27 +185,21 @@ def _remove_unless_committed(store: Store, folder: str, name: str) -> None:
         logger.warning("Could not remove %s/%s/%s: %s", store.url, folder, name, str(error))
 
 
-def _all_written(store: Store, folder: str, name: str) -> list[str]:
-    """Return the files of a new object; raise ``StoreError`` if another writer has removed some of them."""
-    marker = f"{folder}/{name}/{_MARKER}"
-    if not store.exists(marker):
-        raise StoreError(
-            f"{store.url}/{folder} was replaced by another writer, which removed the files of this one. Save it again, "
-            "after the other writer has ended."
-        )
-    return [path for path in store.list(f"{folder}/{name}") if path != marker]
-
-
 def _is_committed(store: Store, folder: str, name: str) -> bool:
     """Return whether the metadata names ``name`` as the folder of the object's files."""
     metadata = _metadata(store, folder)
     return metadata is not None and metadata.get("sparkhvd", {}).get("content") == name
 
 
+def files(store: Store, folder: str) -> list[str]:
+    """Return all files in a folder except those of its writers."""
+    return [path for path in store.list(folder) if not is_lease(path)]
+
+
 def _copy_to_final_paths(store: Store, folder: str, name: str, written: list[str]) -> None:
     """Remove all other files from a folder, and copy the object's files to their final paths."""
     content = f"{folder}/{name}"
-    for path in store.list(folder):
+    for path in files(store, folder):
         if path != f"{folder}/{METADATA}" and path not in written:
             store.delete(path)
     for path in written:

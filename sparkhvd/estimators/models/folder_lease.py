@@ -1,0 +1,177 @@
+"""The lease of a saved object's folder: its writers take turns.
+
+A writer announces itself with a file of its own, ``-writer-<name>``, and then looks for the files of others. If two
+writers announce themselves at the same time, at least one of them sees the other. A writer holds the folder once it
+sees no other writer; until then, only the one with the smallest name stays announced, and the others withdraw.
+
+The holder rewrites its file regularly. A writer on the same machine is dead if its process has ended; a writer on
+another machine is presumed dead if its file does not change for ``SILENT_SECONDS``, which is longer than any operation
+on a Store may take. A holder that could not rewrite its file for that long ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from sparkhvd._util.process_identity import is_running, machine_id, process_start
+from sparkhvd.data.reuse.leases import Hold, release_and_log
+from sparkhvd.deadline import Deadline
+from sparkhvd.errors import StoreError
+from sparkhvd.store import Store
+
+SILENT_SECONDS = 300.0
+_RENEW_SECONDS = 10.0
+_WAIT_SECONDS = 900.0  # for other writers, which may write large models
+_POLL_SECONDS = 0.5
+_WRITER = "-writer-"
+_active_writers: set[str] = set()  # the names of the writers of this process
+
+
+class FolderLease:
+    """A writer's lease of a folder.
+
+    Args:
+        store: the Store of the folder.
+        folder: the folder's path in it.
+    """
+
+    def __init__(self, store: Store, folder: str) -> None:
+        self.store = store
+        self._folder = folder
+        self._name = f"{time.time_ns():020d}-{uuid.uuid4().hex}"  # writers that begin earlier have smaller names
+        self._path = f"{folder}/{_WRITER}{self._name}"
+        self._renewed = 0.0
+        self._seen: dict[str, tuple[bytes, float]] = {}  # the files of other writers, and since when they are unchanged
+
+    def check(self) -> None:
+        """Raise ``StoreError`` if another writer may have taken the folder over."""
+        if time.monotonic() - self._renewed >= SILENT_SECONDS or not self.store.exists(self._path):
+            raise StoreError(
+                f"{self.store.url}/{self._folder} was taken over by another writer, because this one appeared dead. "
+                "Save the object again after the other writer has ended."
+            )
+
+    def renew(self) -> None:
+        """Show other machines that this writer is alive."""
+        self.check()
+        self._announce()
+
+    def release(self) -> None:
+        """Let the next writer begin."""
+        _active_writers.discard(self._name)  # first, because the Store may fail
+        self.store.delete(self._path)
+
+    def acquire(self, *, waits: bool) -> None:
+        """Acquire the lease; see ``hold_folder``."""
+        deadline = Deadline.after(_WAIT_SECONDS)
+        is_announced = False
+        while True:
+            others = self._live_writers()
+            if not others:
+                if is_announced:
+                    return
+                self._announce()
+                is_announced = True
+                continue
+            if is_announced and min(others) < self._path:
+                self.release()
+                is_announced = False
+            if deadline.expired() or not (waits or is_announced):
+                raise occupied_error(self.store, self._folder)
+            time.sleep(_POLL_SECONDS)
+
+    def _announce(self) -> None:
+        began = time.monotonic()
+        _active_writers.add(self._name)
+        content = {
+            "machine": machine_id(),
+            "pid": os.getpid(),
+            "started": process_start(os.getpid()),
+            "host": platform.node(),
+            "beat": uuid.uuid4().hex,
+        }
+        with self.store.open(self._path, "wb") as file:
+            file.write(json.dumps(content).encode())
+        self._renewed = began
+
+    def _live_writers(self) -> list[str]:
+        """Return the files of all other writers that are alive, and remove those of dead writers."""
+        live = []
+        for path in self.store.list(self._folder):
+            if not is_lease(path) or path == self._path:
+                continue
+            content = _read(self.store, path)
+            if content is not None and self._is_alive(path, content):
+                live.append(path)
+            else:
+                self.store.delete(path)
+        return live
+
+    def _is_alive(self, path: str, content: bytes) -> bool:
+        try:
+            writer = json.loads(content)
+            machine, pid, started = writer["machine"], writer["pid"], writer["started"]
+        except (ValueError, TypeError, KeyError):
+            machine, pid, started = "", 0, ""
+        if machine == machine_id():
+            if pid == os.getpid():
+                return path.rpartition(_WRITER)[2] in _active_writers
+            return is_running(pid, started)
+        now = time.monotonic()
+        last, since = self._seen.get(path, (content, now))
+        self._seen[path] = (content, since if content == last else now)
+        return now - self._seen[path][1] < SILENT_SECONDS
+
+
+@contextmanager
+def hold_folder(store: Store, folder: str, *, waits: bool) -> Iterator[FolderLease]:
+    """Hold the lease of a folder within the context.
+
+    Args:
+        store: the Store of the folder.
+        folder: the folder's path in it.
+        waits: whether to wait until an earlier writer has ended.
+
+    Raises:
+        StoreError: an earlier writer has not ended, or the Store cannot be read or written.
+    """
+    lease = FolderLease(store, folder)
+    try:
+        lease.acquire(waits=waits)
+    except BaseException:
+        release_and_log(lease)
+        raise
+    hold = Hold(lease, check_seconds=_RENEW_SECONDS, renew_seconds=_RENEW_SECONDS)
+    try:
+        yield lease
+    finally:
+        hold.close()
+
+
+def is_lease(path: str) -> bool:
+    """Return whether a file in the folder of an object is that of a writer, and not part of the object."""
+    return path.rpartition("/")[2].startswith(_WRITER)
+
+
+def occupied_error(store: Store, folder: str) -> StoreError:
+    """Return the error of a writer that another writer keeps from saving its object."""
+    return StoreError(
+        f"Another writer saves an object to {store.url}/{folder}. Choose another path, or wait until it has ended and "
+        "use write().overwrite().save(path)."
+    )
+
+
+def _read(store: Store, path: str) -> bytes | None:
+    try:
+        with store.open(path, "rb") as file:
+            return bytes(file.read())
+    except StoreError:
+        if store.exists(path):
+            raise
+        return None
