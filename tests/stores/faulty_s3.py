@@ -17,8 +17,8 @@ from urllib.parse import urlsplit
 # request arrives, but its response does not. cut: half of the response's body arrives. shorten: like cut, and the
 # response declares the length of that half. empty: the request arrives, but its response has no body. keep: the server
 # deletes no files, and reports this in a successful response. keep_forbidden: like keep, with an error that no retry
-# resolves.
-Fault = Literal["busy", "forbidden", "refuse", "lose", "cut", "shorten", "empty", "keep", "keep_forbidden"]
+# resolves. stall: the response never comes.
+Fault = Literal["stall", "busy", "forbidden", "refuse", "lose", "cut", "shorten", "empty", "keep", "keep_forbidden"]
 
 _ERRORS = {"busy": (503, "SlowDown", "Please reduce your request rate."), "forbidden": (403, "AccessDenied", "No.")}
 _DELETE_ERRORS = {
@@ -34,12 +34,14 @@ class FaultyS3:
     Attributes:
         endpoint: its URL.
         choose: returns the fault of a request by its method and path; None forwards the request.
+        ends: set when the proxy ends, and with it the stalled requests.
         seen: all requests, each as "METHOD fault", or "METHOD passed" without a fault.
     """
 
     endpoint: str = ""
     choose: Callable[[str, str], Fault | None] = lambda method, path: None
     seen: list[str] = field(default_factory=list)
+    ends: threading.Event = field(default_factory=threading.Event)
 
     def first(self, count: int, fault: Fault, *methods: str) -> None:
         """Let the next ``count`` requests with these methods fail."""
@@ -77,6 +79,7 @@ def faulty_s3(endpoint: str) -> Iterator[FaultyS3]:
     try:
         yield proxy
     finally:
+        proxy.ends.set()
         server.shutdown()
         server.server_close()
         thread.join()
@@ -94,6 +97,9 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         fault = self.faulty_s3.choose(self.command, self.path)
         self.faulty_s3.seen.append(f"{self.command} {fault or 'passed'}")
+        if fault == "stall":
+            self.faulty_s3.ends.wait(300)
+            return
         if fault in _ERRORS:
             self._respond_with_error(*_ERRORS[fault])
             return

@@ -7,12 +7,15 @@ import json
 import logging
 import os
 import socket
+import threading
+import time
 import uuid
 
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from sparkhvd.data import torch_loader
 from sparkhvd.errors import StoreError
 from sparkhvd.estimators.reports import EpochRecord
 from sparkhvd.estimators.training import job_files, run_log
@@ -198,6 +201,29 @@ def test_a_refusal_is_not_retried_and_reported_without_secrets(store, proxy, cap
             action()
     assert SECRET not in str(caught.value) + caplog.text
     assert SECRET not in repr(caught.value.__cause__)
+
+
+@pytest.mark.parametrize("rows_read", [False, True])
+def test_a_loader_closes_soon_although_the_server_has_stalled(store, proxy, monkeypatch, rows_read):
+    monkeypatch.setattr(filesystem, "SILENCE_SECONDS", 15)  # of the abandoned requests, which the test waits for
+    table = pa.table({"x": pa.array(range(200_000), pa.int64())})
+    with store.open("rows/x.parquet", "wb") as file:
+        parquet.write_table(table, file, row_group_size=10_000, use_dictionary=False)
+    impatient = Store.create(store.url, storage_options=store.storage_options, retry_seconds=0.1)
+    with torch_loader("rows", 10, store=impatient, rank=0, size=1, prefetch_bytes=200_000, shuffle=False) as loader:
+        batches = iter(loader)
+        if rows_read:
+            next(batches)
+        proxy.always("stall")
+        if not rows_read:
+            timer = threading.Timer(1.0, lambda: None)
+            timer.start()
+            timer.join()
+        began = time.monotonic()
+        batches.close()
+    assert time.monotonic() - began < 12
+    proxy.choose = lambda method, path: None
+    impatient._connection.close()
 
 
 def test_a_silent_server_times_out(s3, monkeypatch):

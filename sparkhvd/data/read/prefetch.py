@@ -15,7 +15,8 @@ T = TypeVar("T")
 # One job: a function that yields results, each with its size in bytes.
 Job = Callable[[], Iterator[tuple[T, int]]]
 
-_JOIN_TIMEOUT = 60.0
+# A thread whose Store does not answer ends at the deadline of its request, after the reader has been closed.
+_JOIN_TIMEOUT = 5.0
 # Limit on the jobs in progress, since results of small jobs never reach the limit of bytes.
 _MAX_JOBS = 64
 
@@ -78,7 +79,7 @@ class Prefetcher(Generic[T]):
         self._limit = limit
         self._timeout = timeout
         self._waiting_for = waiting_for
-        self._threads = [threading.Thread(target=self._work, name=name) for _ in range(threads)]
+        self._threads = [threading.Thread(target=self._work, name=name, daemon=True) for _ in range(threads)]
         self._running = threads
         for thread in self._threads:
             thread.start()
@@ -98,7 +99,7 @@ class Prefetcher(Generic[T]):
             self._changed.notify_all()
 
     def join(self) -> None:
-        """Wait until the threads have ended; after ``stop``."""
+        """Wait a few seconds until the threads have ended; after ``stop``."""
         deadline = Deadline.after(_JOIN_TIMEOUT)
         for thread in self._threads:
             thread.join(deadline.remaining())

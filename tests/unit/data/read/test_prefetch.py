@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from contextlib import contextmanager
 from functools import partial
 
@@ -86,3 +87,21 @@ def test_stopping_ends_threads_that_wait_for_space():
     with prefetcher([partial(results, job, 100, size=5) for job in range(10)], limit=10) as iterator:
         next(iter(iterator))
     assert [thread for thread in threading.enumerate() if thread.name == "test-prefetch"] == []
+
+
+def test_a_hanging_job_is_abandoned_after_a_few_seconds():
+    answer, begins = threading.Event(), threading.Event()
+
+    def job():
+        begins.set()
+        answer.wait(100)
+        yield 0, 1
+
+    began = time.monotonic()
+    try:
+        with prefetcher([job]):
+            assert begins.wait(30)
+            began = time.monotonic()
+        assert time.monotonic() - began < 30
+    finally:
+        answer.set()
