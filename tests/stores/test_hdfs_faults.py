@@ -176,6 +176,36 @@ def test_a_file_is_written_once_when_the_answer_of_the_name_node_is_lost(hdfs, m
     direct._connection.close()
 
 
+class RepeatingClient:
+    """A client that repeats each rename, like one that did not receive the first response."""
+
+    def __init__(self, client):
+        self._client = client
+
+    def __getattr__(self, name):
+        return getattr(self._client, name)
+
+    def rename(self, source, target, overwrite):
+        self._client.rename(source, target, overwrite=overwrite)
+        self._client.rename(source, target, overwrite=overwrite)
+
+
+def test_a_repeated_rename_is_a_success(hdfs):
+    store = Store.create(f"{hdfs.url}/{uuid.uuid4().hex}")
+    filesystem = store._filesystem()
+    filesystem.client = RepeatingClient(filesystem.client)
+    store.publish("m", b"content")
+    for content in (b"first", b"second"):
+        with store.open("x", "wb") as file:
+            file.write(content)
+        with store.open("x", "rb") as file:
+            assert file.read() == content
+    with pytest.raises(StoreError, match="exists already"):
+        store.publish("m", b"others")
+    assert store.list("") == ["m", "x"]
+    store._connection.close()
+
+
 def test_a_missing_default_file_system_is_an_error(monkeypatch):
     for name in ("HADOOP_CONF_DIR", "HADOOP_HOME"):
         monkeypatch.delenv(name, raising=False)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from fsspec import AbstractFileSystem
-from hdfs_native import Client, FileReader, WriteOptions
+from hdfs_native import Client, FileReader, FileStatus, WriteOptions
 from hdfs_native.fsspec import HdfsFileSystem
 
 from sparkhvd.config import hadoop_token_file, hadoop_user_name
@@ -163,7 +163,7 @@ class HDFSStore(FilesystemStore):
         hidden = _hidden(location)
         with _removed_after_failure(filesystem.client, hidden):
             _write(filesystem.client, hidden, io.BytesIO(content))
-            filesystem.client.rename(hidden, location, overwrite=False)
+            _rename(filesystem.client, hidden, location, overwrite=False)
         _remove_leftovers(filesystem.client, folder)
 
     def _send(self, filesystem: Any, location: str, content: IO[bytes], size: int) -> None:
@@ -172,7 +172,7 @@ class HDFSStore(FilesystemStore):
             _write(filesystem.client, hidden, own)
             if self._filesystem() is not filesystem:
                 raise TimeoutError  # this attempt was abandoned and must not replace a newer file
-            filesystem.client.rename(hidden, location, overwrite=True)
+            _rename(filesystem.client, hidden, location, overwrite=True)
 
     def _remove(self, filesystem: Any, location: str) -> None:
         filesystem.client.delete(location, True)
@@ -231,6 +231,25 @@ def _write(client: Client, location: str, content: IO[bytes]) -> None:
     with client.create(location, WriteOptions(overwrite=False, create_parent=True)) as file:
         while piece := content.read(_SEND_BYTES):
             file.write(piece)
+
+
+def _rename(client: Client, hidden: str, location: str, *, overwrite: bool) -> None:
+    """Rename a file; the client repeats a request whose response is lost, and the file is then no longer there."""
+    written = client.get_file_info(hidden)
+    try:
+        client.rename(hidden, location, overwrite=overwrite)
+    except (OSError, RuntimeError):
+        if not _is_renamed(client, written, location):
+            raise
+
+
+def _is_renamed(client: Client, written: FileStatus, location: str) -> bool:
+    """Return whether the file at a location is ``written``, which no longer has its hidden name."""
+    with suppress(FileNotFoundError):
+        client.get_file_info(written.path)
+        return False
+    found = client.get_file_info(location)
+    return bool((found.length, found.modification_time) == (written.length, written.modification_time))
 
 
 @contextmanager
