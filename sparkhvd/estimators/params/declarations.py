@@ -197,6 +197,13 @@ class Declarations(Params):
     def _resolveParam(self, param: str | Param[Any]) -> Param[Any]:  # noqa: N802  (pyspark's name)
         return super()._resolveParam(self._own_param(param))
 
+    def explainParam(self, param: str | Param[Any]) -> str:  # noqa: N802  (pyspark's name)
+        """Return a parameter's doc, default and value as text; pyspark's method fails if one of them is a tuple."""
+        own = self._resolveParam(param)
+        maps = {"default": self._defaultParamMap, "current": self._paramMap}
+        values = [f"{kind}: {values[own]}" for kind, values in maps.items() if own in values]
+        return f"{own.name}: {own.doc} ({', '.join(values) or 'undefined'})"
+
     def _own_param(self, param: Any) -> Any:
         """Return this object's parameter for a parameter of its class, which pyspark would ignore."""
         is_declaration = isinstance(param, Declared) and type(self).declarations.get(param.name) is param

@@ -113,7 +113,17 @@ def positive_number(name: str, value: object) -> float:
     return float(value)
 
 
-def environment(name: str, value: Any) -> dict[str, str | None]:
+class Environment(dict[str, str | None]):
+    """Environment variables of ranks; their values may be secrets, so ``repr`` shows the names only.
+
+    ``explainParams`` and MLflow's automatic logging show the text of every parameter.
+    """
+
+    def __repr__(self) -> str:
+        return f"{{{', '.join(sorted(self))}: values not shown}}"
+
+
+def environment(name: str, value: Any) -> Environment:
     """Accept a dict of environment variables; the value None removes a variable."""
     valid = isinstance(value, Mapping) and all(
         isinstance(key, str) and (item is None or isinstance(item, str)) for key, item in value.items()
@@ -122,7 +132,7 @@ def environment(name: str, value: Any) -> dict[str, str | None]:
         raise ParamError(
             f"{name} must be a dict from environment variable names to strings, or to None to remove a variable."
         )
-    return dict(value)
+    return Environment(value)
 
 
 def text(name: str, value: object) -> str:

@@ -167,7 +167,11 @@ def test_the_repr_of_an_estimator_hides_secrets(tmp_path):
     assert "feature_cols=['x0', 'x1', 'x2', 'x3', 'x4', 'x5', ...]" in text
     assert f"store={estimator.getStore().url}" in text
     assert "epochs=3" in text
-    assert "secret" not in text
+    for shown in (text, estimator.explainParams(), str(estimator.getBackendEnv())):
+        assert "secret" not in shown
+    assert estimator.explainParam("backend_env").endswith("(default: None, current: {TOKEN: values not shown})")
+    assert estimator.explainParam(EstimatorParams.feature_cols).count("x7") == 1
+    assert estimator.getBackendEnv() == {"TOKEN": "secret"}
 
 
 def test_a_store_may_be_passed_as_a_url(tmp_path):
