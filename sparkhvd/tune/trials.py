@@ -127,6 +127,7 @@ class Trials:
         epochs = template.getOrDefault(template.epochs)
         self._rungs = (epochs,) if halving is None else halving.rungs(epochs)
         self._shared = _SHARED_PARAMETERS if halving is None else (*_SHARED_PARAMETERS, "epochs")
+        self._all_epochs: Mapping[str, object] = {} if halving is None else {"epochs": epochs}
         self._stops = threading.Event()
         self._changed = threading.Condition()  # guards the fields below, and the end of a trial
         self._ladder = Ladder(len(self._rungs), 2 if halving is None else halving.factor)
@@ -313,7 +314,8 @@ class Trials:
     def _candidate(self, attempt: Attempt) -> DistributedEstimator:
         """Return the estimator that trains a trial up to the rung."""
         named = {f"trial.{name}": value for name, value in attempt.trial.params.items()}
-        candidate = self._template.as_trial(f"trial {attempt.trial.number}", named)
+        # MLflow shows the epochs of the last rung, because a promoted trial continues its run there.
+        candidate = self._template.as_trial(f"trial {attempt.trial.number}", {**named, **self._all_epochs})
         candidate.setParams(verbose=0)  # the lines of parallel trials would not name their trial
         candidate.setParams(**dict.fromkeys(_ROW_PARAMETERS), **(attempt.parameters or {}), run_id=attempt.run_id)
         if len(self._rungs) > 1:

@@ -337,6 +337,25 @@ def test_every_trial_is_a_nested_run_of_mlflow(df, store, tmp_path, monkeypatch)
     assert named == {f"trial {trial.number}": trial.params["lr"] for trial in result.study.trials}
 
 
+def test_a_promoted_trial_continues_its_run_of_mlflow(df, store, tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{tmp_path}/mlflow")
+    halving = tune.SuccessiveHalving(min_epochs=1, factor=2)
+    with mlflow.start_run() as parent:
+        result = tune.minimize(estimator(store, epochs=2), df, space, 2, halving=halving)
+    found = mlflow.search_runs(filter_string=f"tags.mlflow.parentRunId = '{parent.info.run_id}'", output_format="list")
+    assert sorted(run.data.tags["mlflow.runName"] for run in found) == ["trial 0", "trial 1"]
+    assert {run.data.params["epochs"] for run in found} == {"2"}
+    client = mlflow.MlflowClient()
+    steps = {
+        run.data.tags["mlflow.runName"]: [metric.step for metric in client.get_metric_history(run.info.run_id, "loss")]
+        for run in found
+    }
+    best = result.best_trial.number
+    assert steps == {f"trial {best}": [0, 1], f"trial {1 - best}": [0]}
+
+
 def test_the_callback_of_an_objective_reports_and_prunes(df, store):
     def objective(trial):
         reports = tune.TrialReports(trial, "val_loss")

@@ -11,7 +11,6 @@ from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TextIO, cast, overload
 
 from pyspark.ml import Estimator
@@ -50,7 +49,7 @@ from sparkhvd.estimators.api.validation import (
     check_single_fit,
 )
 from sparkhvd.estimators.models.feature_matching import with_sources
-from sparkhvd.estimators.models.mlflow_tracking import active_run, cross_validation_part, track
+from sparkhvd.estimators.models.mlflow_tracking import SearchPart, active_run, cross_validation_part, track
 from sparkhvd.estimators.models.model import TrainedModel
 from sparkhvd.estimators.models.outputs import check_output_names, check_types, default_output_names
 from sparkhvd.estimators.models.persistence import FolderReader, FolderWriter, read_estimator, write_estimator
@@ -117,8 +116,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
     preload: ClassVar[tuple[str, ...]]  # modules that waiting ranks import; the framework's first
     required: ClassVar[tuple[str, ...]] = ("feature_cols", "label_cols")
     _mlflow_run: str | None = None
-    _search_part: str | None = None  # the part of a search that this copy trains, such as a fold of a CrossValidator
-    _trial_params: Mapping[str, object] = MappingProxyType({})  # parameters of the search trial that this copy trains
+    _search_part: SearchPart = SearchPart()  # the part of a search that this copy trains
     _mapped_params: frozenset[str] = frozenset()  # the parameters that a parameter map set on this copy
 
     @overload
@@ -199,9 +197,12 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         return acquire(dataset, selection, store, write_options, keep_seconds=_keep_seconds(plan))
 
     def as_trial(self, name: str, params: Mapping[str, object]) -> Self:
-        """Return a copy that logs to MLflow as a nested run with this name and these additional parameters."""
+        """Return a copy that logs to MLflow as a nested run with this name and these additional parameters.
+
+        Fits of copies with the same ``run_id`` share one nested run.
+        """
         copied = self.copy()
-        copied._search_part, copied._trial_params = name, params  # noqa: SLF001 - of this object's own copy
+        copied._search_part = SearchPart(name, params, is_resumed=True)  # noqa: SLF001 - of this object's own copy
         return copied
 
     def copy(self, extra: Mapping[Param[Any], Any] | None = None) -> Self:
@@ -211,7 +212,8 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         """
         copied: Self = super().copy(extra)
         copied._mlflow_run = active_run() or self._mlflow_run
-        copied._search_part = cross_validation_part() or self._search_part
+        fold = cross_validation_part()
+        copied._search_part = self._search_part if fold is None else SearchPart(fold)
         copied._mapped_params = self._mapped_params | {
             param.name for param in map(self._own_param, extra or ()) if param.parent == self.uid
         }
@@ -566,7 +568,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
             output_types=plan.output_types,
             run_id=plan.run_id,
         )
-        track(model, {**self._trial_params, **plan.params}, self._mlflow_run, self._search_part)
+        track(model, plan.params, self._mlflow_run, self._search_part)
         return model
 
 

@@ -8,20 +8,22 @@ import re
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sparkhvd.estimators.params.policies import Checkpoints
 from sparkhvd.estimators.training.worker import find_plugin
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    from mlflow.entities import RunInfo
     from mlflow.models import ModelSignature
     from mlflow.types import DataType, TensorSpec
     from mlflow.types.schema import Array
@@ -37,6 +39,10 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _TEXT_LIMIT = 500  # MLflow rejects longer parameters
 _METRIC_PREFIXES = (("", "train"), ("val_", "validation"))
 _TAG = "sparkhvd.run_id"  # marks an MLflow run that holds a fit
+_SPEED = "rows_per_second"
+_AUTOLOG_TAG = "estimator_class"  # set by MLflow's automatic logging of Spark ML
+# The codes of MLflow's errors that concern the server and not a value.
+_SERVER_FAILURES = frozenset({"INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEEDED"})
 _PARENT_TAG = "mlflow.parentRunId"  # defined by MLflow
 
 
@@ -63,8 +69,26 @@ def cross_validation_part() -> str | None:
     return "all rows" if "bestIndex" in frame.f_locals else f"fold {fold + 1} of {frame.f_locals.get('nFolds')}"
 
 
+@dataclass(frozen=True)
+class SearchPart:
+    """The part of a search that a fit trains, such as a fold of a ``CrossValidator``.
+
+    Attributes:
+        name: the name of its MLflow run.
+        params: parameters to log in addition to those of the fit; they take precedence.
+        is_resumed: whether a later fit of the same run continues its MLflow run.
+    """
+
+    name: str | None = None
+    params: Mapping[str, object] = field(default_factory=dict)
+    is_resumed: bool = False
+
+
 def track(
-    model: TrainedModel, params: Mapping[str, object], parent: str | None = None, name: str | None = None
+    model: TrainedModel,
+    params: Mapping[str, object],
+    parent: str | None = None,
+    part: SearchPart = SearchPart(),
 ) -> None:
     """Log a fit to the active MLflow run, if there is one.
 
@@ -75,23 +99,28 @@ def track(
         model: the trained model.
         params: the parameters of its training.
         parent: the run of another thread that this fit belongs to; used if this thread has no run.
-        name: name of a nested run for this fit; None leaves it to MLflow.
+        part: the part of a search that this fit trains.
     """
     mlflow = sys.modules.get("mlflow")
     if mlflow is None or (parent is None and active_run() is None):
         return
-    texts = {name: _param_text(name, value) for name, value in params.items() if value is not None}
-    with _failures_logged(), ExitStack() as run:
+    run_id = str(params.get("run_id") or "")
+    texts = {name: _param_text(name, value) for name, value in {**params, **part.params}.items() if value is not None}
+    with _failures_logged(), ExitStack() as stack:
         if active_run() is not None:
-            run.enter_context(_active_or_nested_run(mlflow, texts, name))
+            stack.enter_context(_active_or_nested_run(mlflow, texts, part.name))
         elif (parent_info := mlflow.get_run(parent).info).status == "RUNNING":
+            earlier = _earlier_run(mlflow, parent_info, run_id) if part.is_resumed else None
             tags = {_PARENT_TAG: parent_info.run_id}
-            run.enter_context(mlflow.start_run(experiment_id=parent_info.experiment_id, tags=tags, run_name=name))
+            new = partial(mlflow.start_run, experiment_id=parent_info.experiment_id, tags=tags, run_name=part.name)
+            stack.enter_context(new() if earlier is None else mlflow.start_run(run_id=earlier))
         else:
             return
-        mlflow.set_tag(_TAG, params.get("run_id") or "")
+        logged = mlflow.get_run(mlflow.active_run().info.run_id).data.params
+        mlflow.set_tag(_TAG, run_id)
+        new_texts = {name: text for name, text in texts.items() if name not in logged}
         for write in (
-            partial(mlflow.log_params, texts),
+            partial(_log_accepted, mlflow.log_params, new_texts, "parameters"),
             partial(_log_history, mlflow, model.trained.history),
             partial(log_model, model, step=_epoch_of_model(model.trained.history, params)),
         ):
@@ -99,12 +128,23 @@ def track(
                 write()
 
 
+def _earlier_run(mlflow: ModuleType, parent: RunInfo, run_id: str) -> str | None:
+    """Return the MLflow run of an earlier fit of a run within the same parent; None if there is none."""
+    condition = f"tags.`{_TAG}` = '{run_id}' and tags.`{_PARENT_TAG}` = '{parent.run_id}'"
+    found = mlflow.search_runs([parent.experiment_id], condition, max_results=1, output_format="list")
+    return str(found[0].info.run_id) if found else None
+
+
 def _active_or_nested_run(
     mlflow: ModuleType, texts: Mapping[str, str], name: str | None
 ) -> AbstractContextManager[object]:
-    """Return the active run, or a nested run if the active one holds a fit or other values of the parameters."""
+    """Return the active run, or a nested run if the active one holds a fit or other values of the parameters.
+
+    ``mlflow.autolog()`` has written this fit's parameters to the active run, in a form of its own.
+    """
     logged = mlflow.get_run(mlflow.active_run().info.run_id).data
-    differs = any(logged.params.get(name, value) != value for name, value in texts.items())
+    is_autologged = logged.tags.get(_AUTOLOG_TAG, "").startswith("sparkhvd.")
+    differs = not is_autologged and any(logged.params.get(name, value) != value for name, value in texts.items())
     if _TAG in logged.tags or differs:
         nested: AbstractContextManager[object] = mlflow.start_run(nested=True, run_name=name)
         return nested
@@ -120,11 +160,53 @@ def _failures_logged() -> Iterator[None]:
 
 
 def _log_history(mlflow: ModuleType, history: Iterable[EpochRecord]) -> None:
+    refused: set[str] = set()
+    run_id = mlflow.active_run().info.run_id
+    logged = {metric.step for metric in mlflow.MlflowClient().get_metric_history(run_id, _SPEED)}
     for record in history:
+        if record.epoch in logged:  # by the earlier fit that this one resumed
+            continue
         values = {
             f"{prefix}{name}": v for prefix, part in _METRIC_PREFIXES for name, v in getattr(record, part).items()
         }
-        mlflow.log_metrics({**values, "rows_per_second": record.rows_per_second}, step=record.epoch)
+        values[_SPEED] = record.rows_per_second
+        accepted = {name: value for name, value in values.items() if name not in refused}
+        refused |= _log_accepted(partial(mlflow.log_metrics, step=record.epoch), accepted, "metrics")
+
+
+def _log_accepted(log: Callable[[Mapping[str, Any]], object], values: Mapping[str, Any], what: str) -> set[str]:
+    """Log values; return the names of those that MLflow refuses, after a warning about them.
+
+    Args:
+        log: logs values by name, all or none of them.
+        values: the values.
+        what: what they are, for the warning.
+    """
+    try:
+        log(values)
+    except Exception as error:
+        if isinstance(error, OSError) or getattr(error, "error_code", "") in _SERVER_FAILURES:
+            raise
+        refusals = {name: refusal for name, value in values.items() if (refusal := _refusal(log, name, value))}
+        if len(refusals) == len(values):
+            raise
+        logger.warning(
+            "MLflow refuses the %s %s, and the others are logged: %s",
+            what,
+            ", ".join(map(repr, refusals)),
+            next(iter(refusals.values()), error),
+        )
+        return set(refusals)
+    return set()
+
+
+def _refusal(log: Callable[[Mapping[str, Any]], object], name: str, value: object) -> str:
+    """Log one value; return the reason if MLflow refuses it, else an empty text."""
+    try:
+        log({name: value})
+    except Exception as error:  # noqa: BLE001 - MLflow and its servers may raise anything
+        return str(error) or type(error).__name__
+    return ""
 
 
 def _epoch_of_model(history: Sequence[EpochRecord], params: Mapping[str, object]) -> int:

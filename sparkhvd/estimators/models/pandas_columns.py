@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from decimal import Decimal
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -51,7 +52,9 @@ def feature_array(series: pd.Series[Any], column: ColumnSpec) -> npt.NDArray[np.
 
 
 def _rows(present: pd.Series[Any], column: ColumnSpec) -> npt.NDArray[np.generic]:
-    """Return the values that are not NULL, one row each."""
+    """Return the values that are not NULL, one row each; the column's fill replaces NULL inside of arrays."""
+    if column.kind == "array" and column.shape:
+        present = present.map(partial(_filled, column=column, depth=len(column.shape)))
     if not column.is_number:
         array = columns_of.empty(column, len(present))
         array[:] = np.stack([np.asarray(value, array.dtype) for value in present]) if column.shape else list(present)
@@ -74,6 +77,44 @@ def _rows(present: pd.Series[Any], column: ColumnSpec) -> npt.NDArray[np.generic
             f"of shape {list(column.shape or ())}."
         )
     return np.ascontiguousarray(rows, _SPARK_DTYPES.get(rows.dtype.name, rows.dtype))
+
+
+def _filled(value: Any, column: ColumnSpec, depth: int) -> npt.NDArray[Any]:
+    """Return an array of ``depth`` levels with the column's fill in place of NULL."""
+    parts = np.asarray(value) if depth == 1 or isinstance(value, np.ndarray) else value
+    if depth > 1 and not (isinstance(parts, np.ndarray) and parts.ndim == depth and parts.dtype.kind != "O"):
+        inner = [None if part is None else _filled(part, column, depth - 1) for part in parts]
+        shape = next((part.shape for part in inner if part is not None), (column.shape or ())[-depth + 1 :])
+        return np.stack([np.full(shape, _fill(column)) if part is None else part for part in inner])
+    if parts.dtype.kind not in "fMO" or not (null := _is_null(parts, column)).any():
+        return parts
+    fill: Any = _fill(column)
+    if parts.dtype.kind != "O":
+        return np.where(null, np.asarray(fill, parts.dtype), parts)
+    values = parts.ravel().tolist()
+    if any(isinstance(part, Decimal) for part in values):
+        fill = Decimal(str(fill))
+    return np.asarray([fill if absent else part for part, absent in zip(values, null.flat, strict=True)])
+
+
+def _is_null(array: npt.NDArray[Any], column: ColumnSpec) -> npt.NDArray[np.bool_]:
+    """Return which elements of an array are NULL; see ``_null_mask`` about NaN."""
+    import pandas as pd  # noqa: PLC0415
+
+    if array.dtype.kind == "O":
+        return np.asarray([part is None or part is pd.NA or part is pd.NaT for part in array.flat], bool)
+    if array.dtype.kind == "f" and column.fill is None and column.dtype.startswith("float"):
+        return np.zeros(array.shape, bool)
+    return np.asarray(np.isnat(array) if array.dtype.kind == "M" else np.isnan(array), bool)
+
+
+def _fill(column: ColumnSpec) -> object:
+    if column.fill is None:
+        raise DataError(
+            f"Feature column {column.name!r} holds NULL inside of arrays, for which there is no prediction. Drop these "
+            "rows first, or fill them."
+        )
+    return column.fill
 
 
 def _null_mask(series: pd.Series[Any], column: ColumnSpec) -> npt.NDArray[np.bool_]:

@@ -25,7 +25,7 @@ from sparkhvd.errors import DataError, SchemaError
 from sparkhvd.estimators.keras import KerasModel
 from sparkhvd.estimators.keras.plugin import PLUGIN as KERAS
 from sparkhvd.estimators.models import mlflow_tracking, pyfunc
-from sparkhvd.estimators.models.mlflow_tracking import requirements, track
+from sparkhvd.estimators.models.mlflow_tracking import SearchPart, requirements, track
 from sparkhvd.estimators.models.outputs import OutputColumn, OutputSpec
 from sparkhvd.estimators.models.pandas_columns import feature_array
 from sparkhvd.estimators.models.trained import ModelArtifacts
@@ -396,11 +396,97 @@ def test_the_folds_of_a_search_name_their_runs(mlflow, model, monkeypatch):
     loop = "def _fit(call, nFolds=2):\n  for i in range(nFolds):\n    call()\n  bestIndex = 0\n  call()\n"
     exec(loop, search)
     parts = []
-    search["_fit"](lambda: parts.append(TorchEstimator().copy()._search_part))
+    search["_fit"](lambda: parts.append(TorchEstimator().copy()._search_part.name))
     assert parts == ["fold 1 of 2", "fold 2 of 2", "all rows"]
-    assert TorchEstimator().copy()._search_part is None
+    assert TorchEstimator().copy()._search_part == SearchPart()
     with mlflow.start_run() as outer:
         track(model, {"run_id": "one"})
-        track(model, {"run_id": "two"}, name="fold 2 of 2")
+        track(model, {"run_id": "two"}, part=SearchPart("fold 2 of 2"))
     (nested,) = mlflow.MlflowClient().search_runs(["0"], f"tags.mlflow.parentRunId = '{outer.info.run_id}'")
     assert nested.info.run_name == "fold 2 of 2"
+
+
+@pytest.mark.parametrize(
+    ("values", "arrow", "column"),
+    [
+        (
+            [[1.0, None], [None, 2.0]],
+            pa.list_(pa.float64()),
+            ColumnSpec("x", "float64", (2,), "feature", "array", -1.0),
+        ),
+        ([[1, None], None], pa.list_(pa.int64()), ColumnSpec("x", "int64", (2,), "feature", "array", 7)),
+        (
+            [[[1.0, None], None], [[3.0, 4.0], [5.0, 6.0]]],
+            pa.list_(pa.list_(pa.float32())),
+            ColumnSpec("x", "float32", (2, 2), "feature", "array", 0.5),
+        ),
+        (
+            [[Decimal("1.5"), None], [Decimal("2.5"), Decimal(3)]],
+            pa.list_(pa.decimal128(4, 1)),
+            ColumnSpec("x", "float64", (2,), "feature", "array", -1.0),
+        ),
+        ([["a", None], ["b", "c"]], pa.list_(pa.string()), ColumnSpec("x", "str", (2,), "feature", "array", "z")),
+    ],
+)
+@pytest.mark.parametrize("as_arrow_does", [False, True])
+def test_the_fill_replaces_null_inside_of_arrays_like_in_transform(values, arrow, column, as_arrow_does):
+    array = pa.array(values, arrow)
+    series = array.to_pandas() if as_arrow_does else pd.Series(values)
+    expected = columns.to_numpy(array, column, "the DataFrame")
+    assert feature_array(series, column).tolist() == expected.tolist()
+
+
+def test_null_inside_of_an_array_without_a_fill_is_refused():
+    column = ColumnSpec("x", "int64", (2,), "feature", "array")
+    for value in ([1, None], np.array([1.0, np.nan])):
+        with pytest.raises(DataError, match=r"Feature column 'x' holds NULL inside of arrays.*fill them"):
+            feature_array(pd.Series([value]), column)
+    kept = feature_array(pd.Series([np.array([1.0, np.nan])]), replace(column, dtype="float64"))
+    assert np.isnan(kept).tolist() == [[False, True]]
+
+
+def test_metrics_and_parameters_that_mlflow_refuses_are_left_out_with_one_warning(mlflow, model, monkeypatch, caplog):
+    monkeypatch.setattr(mlflow_tracking, "log_model", lambda *_, **_more: None)
+    history = tuple(EpochRecord(epoch, {"loss": 1.0, "f1@0.5!": 2.0}, {"loss": 1.5}) for epoch in range(3))
+    refusing = TorchModel(replace(model.trained, history=history), feature_columns=["w"], output_cols=["found"])
+    with mlflow.start_run() as run:
+        track(refusing, {"batch_size": 5, "trial.width!": 3, "run_id": None})
+    losses = mlflow.MlflowClient().get_metric_history(run.info.run_id, "val_loss")
+    assert [metric.step for metric in losses] == [0, 1, 2]
+    assert mlflow.get_run(run.info.run_id).data.params == {"batch_size": "5"}
+    warnings = [record.getMessage() for record in caplog.records if record.name == mlflow_tracking.__name__]
+    assert len(warnings) == 2
+    assert warnings[0].startswith("MLflow refuses the parameters 'trial.width!', and the others are logged: ")
+    assert warnings[1].startswith("MLflow refuses the metrics 'f1@0.5!', and the others are logged: ")
+
+
+def test_a_later_fit_of_the_same_trial_continues_its_run(mlflow, model, monkeypatch):
+    monkeypatch.setattr(mlflow_tracking, "log_model", lambda *_, **_more: None)
+    part = SearchPart("trial 0", {"epochs": 2}, is_resumed=True)
+    first = TorchModel(replace(model.trained, history=HISTORY[:1]), feature_columns=["w"], output_cols=["found"])
+    with mlflow.start_run() as parent:
+        pass
+    client = mlflow.MlflowClient()
+    client.update_run(parent.info.run_id, status="RUNNING")
+    for fitted, epochs in ((first, 1), (model, 2)):
+        track(fitted, {"run_id": "one", "epochs": epochs}, parent.info.run_id, part)
+    track(model, {"run_id": "another", "epochs": 2}, parent.info.run_id, part)
+    condition = f"tags.mlflow.parentRunId = '{parent.info.run_id}'"
+    runs = {run.data.tags["sparkhvd.run_id"]: run for run in client.search_runs(["0"], condition)}
+    assert set(runs) == {"one", "another"}
+    assert [(run.info.status, run.data.params["epochs"]) for run in runs.values()] == [("FINISHED", "2")] * 2
+    losses = client.get_metric_history(runs["one"].info.run_id, "val_loss")
+    assert [(metric.step, metric.value) for metric in losses] == [(0, 2.5), (1, 1.5)]
+
+
+def test_a_run_of_automatic_logging_holds_the_fit(mlflow, model, monkeypatch):
+    """MLflow's automatic logging of Spark ML writes the parameters in its own form before the fit."""
+    monkeypatch.setattr(mlflow_tracking, "log_model", lambda *_, **_more: None)
+    with mlflow.start_run() as run:
+        mlflow.set_tag("estimator_class", "sparkhvd.estimators.torch.estimator.TorchEstimator")
+        mlflow.log_params({"loss": "<function mse_loss at 0x7f>", "batch_size": 5})
+        track(model, {"loss": torch.nn.functional.mse_loss, "batch_size": 5, "run_id": "one"})
+    data = mlflow.get_run(run.info.run_id).data
+    assert data.metrics["val_loss"] == 1.5
+    assert data.params == {"loss": "<function mse_loss at 0x7f>", "batch_size": "5", "run_id": "one"}
+    assert len(mlflow.search_runs(output_format="list")) == 1
