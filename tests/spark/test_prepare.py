@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import subprocess
 import threading
 from contextlib import closing
 from datetime import date, datetime
@@ -414,6 +416,27 @@ def test_invalid_rows_are_refused_without_leftovers(spark, store, fault, validat
     df = df.withColumn("held_out", functions.monotonically_increasing_id() == 0)
     with pytest.raises(error, match=message):
         prepare_all(df, store, features=["a"], validation=validation)
+    assert_nothing_is_left(store)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """Return the folder of a file system of one MiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(mount, stderr=subprocess.DEVNULL, check=False).returncode != 0:
+        pytest.skip("mounting a small file system needs root")
+    yield folder
+    # Spark may not have closed the files of a failed task.
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def test_a_full_disk_is_named_and_leaves_no_files(spark, small_disk):
+    store = LocalStore(str(small_disk / "store"))
+    df = spark.range(1000).selectExpr("transform(sequence(1, 500), i -> rand(3)) AS a", "double(id) AS y")
+    with pytest.raises(StoreError, match=rf"Spark cannot write the rows to {store.url}: No space left on device\."):
+        prepare_all(df, store, features=["a"])
     assert_nothing_is_left(store)
 
 

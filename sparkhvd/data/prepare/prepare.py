@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -56,6 +57,7 @@ logger = logging.getLogger(__name__)
 ROW_GROUP_BYTES = 8 * 1024 * 1024
 SMALLEST_ROW_GROUP_BYTES = 1024 * 1024
 
+_FULL = re.compile(r"No space left on device|Disk quota exceeded")
 _ROW = RESERVED_PREFIX + "row"
 _SPLIT_FILES = 4  # files that a task keeps open: train, validation and two kinds of rejected rows
 # Spark names files by task and by their number within the task; tasks are in DataFrame order.
@@ -250,16 +252,32 @@ def _write(df: DataFrame, selection: Selection, store: Store, folder: str, writi
     url = store.spark_url(folder)
     if url is not None and spark_can_write(df.sparkSession, url) and not _changes_times(df, selection.schema):
         options = {"parquet.block.size": str(group_bytes), **store.spark_options()}
-        count = _write_by_spark(rows, url, options, divided=selection.validation is not None)
+        with _reporting_full_disk(store):
+            count = _write_by_spark(rows, url, options, divided=selection.validation is not None)
         return _Written(count, [path for path in store.list(folder) if _is_committed(path.removeprefix(f"{folder}/"))])
     from sparkhvd.data.prepare import arrow_writer  # noqa: PLC0415  (heavy)
 
     by = None if selection.validation is None else SPLIT
     write = partial(arrow_writer.write, rows, store, folder, row_group_bytes=group_bytes, split=by)
-    rows_of = run_job(df.sparkSession, write)
+    with _reporting_full_disk(store):
+        rows_of = run_job(df.sparkSession, write)
     # A failed or speculative task may still add a file, which does not count; a file may be missing from a Store that
     # the machines do not share.
     return _Written(sum(rows_of.values()), [path for path in store.list(folder) if path in rows_of])
+
+
+@contextmanager
+def _reporting_full_disk(store: Store) -> Iterator[None]:
+    """Name the Store and the reason if a write by Spark finds no space; Spark's error has the reason in its middle."""
+    try:
+        yield
+    except Exception as error:
+        if (reason := _FULL.search(str(error))) is None:
+            raise
+        raise StoreError(
+            f"Spark cannot write the rows to {store.url}: {reason[0]}. Free space there, and in Spark's local folders "
+            "(spark.local.dir)."
+        ) from error
 
 
 def _is_committed(name: str) -> bool:
