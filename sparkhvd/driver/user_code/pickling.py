@@ -9,7 +9,6 @@ decides. The decision depends on modules alone, so all pickles of a session agre
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib
 import io
 import sys
@@ -21,7 +20,7 @@ from typing import Any
 
 import cloudpickle
 
-from sparkhvd._util.class_pickling import Pickler
+from sparkhvd._util.class_pickling import Pickler, fingerprint, process_identity
 from sparkhvd.driver.user_code.importable import importable_elsewhere
 from sparkhvd.driver.user_code.user_modules import (
     UserModule,
@@ -120,7 +119,7 @@ class Code:
         for used in (self._sent, self._globals):
             for module, names in used.items():
                 namespace = vars(sys.modules[module])
-                values.update({(module, name): _fingerprint(namespace[name], self) for name in names})
+                values.update({(module, name): fingerprint(namespace[name]) for name in names})
         return _VERSIONS.begin_if_changed(values)
 
     def version_of(self, module: ModuleType) -> str:
@@ -241,7 +240,7 @@ class _Versions:
         Args:
             digest: identifies the code of the module.
         """
-        return importable.digest(f"{digest} {pickling.process_identity()} {self._number}".encode())
+        return importable.digest(f"{digest} {process_identity()} {self._number}".encode())
 
     def begin_if_changed(self, values: Mapping[tuple[str, str], bytes]) -> bool:
         """Begin a new version if a value has changed, and return whether it has."""
@@ -272,7 +271,7 @@ def _is_stateless(value: object) -> bool:
 class CodePickler(Pickler):
     """Pickles by value the code that cannot be imported where the pickle is loaded; see ``dumps``."""
 
-    def __init__(self, file: io.BytesIO | _HashWriter, *, code: Code) -> None:
+    def __init__(self, file: io.BytesIO, *, code: Code) -> None:
         super().__init__(file)
         self._code = code
         self._empty_modules: dict[str, pickling.EmptyModule] = {}  # one per module, so that the pickle contains it once
@@ -337,35 +336,3 @@ class CodePickler(Pickler):
         users = (name for name in sorted(names) if pickling.is_sent(name) or user_module(name))
         sent = [name for name in users if self._code.module_by_value(name)]
         return [importlib.import_module(name) for name in sent]
-
-
-class _FingerprintPickler(CodePickler):
-    """Pickles functions, classes and modules by their identity, and functions with what they hold."""
-
-    def reducer_override(self, value: Any) -> Any:
-        """Return how to pickle a value; pickle calls this."""
-        if isinstance(value, FunctionType):
-            return id, (id(value),), (value.__closure__, value.__defaults__, value.__kwdefaults__, value.__dict__)
-        if isinstance(value, type | ModuleType | BuiltinFunctionType | _LRU_CACHE_TYPE) and value is not id:
-            return id, (id(value),)
-        return super().reducer_override(value)
-
-
-class _HashWriter(io.RawIOBase):
-    """A file that keeps only a hash of what is written to it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.hash = hashlib.sha256()
-
-    def write(self, content: Any) -> int:
-        """Add content to the hash."""
-        self.hash.update(content)
-        return memoryview(content).nbytes
-
-
-def _fingerprint(value: object, code: Code) -> bytes:
-    """Return bytes that differ if a value has changed."""
-    writer = _HashWriter()
-    _FingerprintPickler(writer, code=code).dump(value)
-    return writer.hash.digest()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import linecache
-import os
 import sys
 import uuid
 from collections.abc import Callable, Mapping
@@ -141,11 +140,6 @@ def set_names(module: ModuleType, names: Mapping[str, Any]) -> ModuleType:
         vars(module).update((name, value) for name, value in names.items() if name not in module.sent_names)
         module.sent_names.update(names)
     return module
-
-
-def process_identity() -> str:
-    """Return what identifies this process among all processes that pickle; a forked process has its own."""
-    return f"{_PROCESS}-{os.getpid()}"
 
 
 def is_sent(name: str) -> bool:

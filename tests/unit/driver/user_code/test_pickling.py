@@ -246,6 +246,41 @@ for content in (of_peer, again, changed):
     assert run_in_new_process(program, *contents) == "True 6 [1, 2]; True 6 [1, 2]; True 7 [1, 2];"
 
 
+def test_a_class_keeps_objects_and_methods_that_the_receiving_process_has_changed(project):
+    namespace = {"__name__": "__main__"}
+    exec(
+        """
+import collections, decimal
+RATE = 1
+def plain(): return "plain"
+class Settings:
+    seen, hooks, scale = collections.Counter(a=1), {"plain": plain}, decimal.Decimal(1)
+    def read(self): return self.seen["a"], list(self.hooks), int(self.scale), RATE
+    def step(self): return "step"
+""",
+        namespace,
+    )
+    kind = namespace["Settings"]
+    contents = [dumps(kind, importable_nowhere)]
+    namespace["RATE"] = 2
+    contents.append(dumps(dumps(kind, importable_nowhere)))
+    kind.scale = namespace["decimal"].Decimal(3)
+    contents.append(dumps(dumps(kind, importable_nowhere)))
+    program = """
+kind, *later = objects
+kind.seen["a"] = 5
+kind.hooks["of_rank"] = print
+kind.scale = 2
+kind.step = lambda self: "step of rank"
+for content in later:
+    print(pickle.loads(content) is kind, *kind().read(), kind().step(), end="; ")
+"""
+    hooks = "['plain', 'of_rank']"
+    assert run_in_new_process(program, *contents) == (
+        f"True 5 {hooks} 2 2 step of rank; True 5 {hooks} 3 2 step of rank;"
+    )
+
+
 def test_loading_a_class_where_it_is_defined_returns_the_original_class(project):
     method = project.Scale.__call__
     copied = cloudpickle.loads(dumps(project.Scale(), importable_nowhere))
