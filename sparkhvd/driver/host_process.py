@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from sparkhvd._util.addresses import is_loopback
+from sparkhvd._util.forks import close_in_children
 from sparkhvd.config import environment_for_hosts
 from sparkhvd.deadline import Deadline
 from sparkhvd.task.failure_report import describe_exit
@@ -114,6 +115,7 @@ class HostProcess:
         self._output = Connection(os.dup(self._fileno(self._process.stdin)), readable=False)
         if self._process.stdin is not None:
             self._process.stdin.close()  # closing the duplicate then ends the host's input
+        close_in_children(self)
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=target, name=name, daemon=True)
@@ -135,6 +137,10 @@ class HostProcess:
         self._outbox.put(None)
         has_ranks = self._answered and not is_lost  # a host that has not answered runs no ranks
         self._end_deadline = self._end_deadline or Deadline.after(self._end_seconds if has_ranks else 0.0)
+
+    def leave_to_parent(self) -> None:
+        """Close a forked child's copy of the host's input, whose end is how a host behind ssh notices our end."""
+        self._output.close()
 
     def close(self) -> None:
         """Hang up, wait at most ``end_seconds`` for the process to end, then kill the rest of its process group."""

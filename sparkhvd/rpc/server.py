@@ -13,6 +13,7 @@ from typing import Protocol
 
 from sparkhvd import _core
 from sparkhvd._util.closable import Closable
+from sparkhvd._util.forks import close_copies, close_in_children
 from sparkhvd.errors import DeadlineExceededError, SparkHvdError
 from sparkhvd.rpc.fields import MessageError
 from sparkhvd.rpc.frames import error_of, is_host_unreachable, translated
@@ -87,6 +88,8 @@ class Server(Closable):
         with translated():
             self._core = _core.MessageServer(secret, host, port, encrypt, name, host_timeout or UNANSWERED_SECONDS)
         self.port: int = self._core.port
+        self._address = host
+        close_in_children(self)
         with self._lock:
             self._add_thread()
 
@@ -97,6 +100,10 @@ class Server(Closable):
             threads, self._threads = self._threads, []
         for thread in threads:
             thread.join()
+
+    def leave_to_parent(self) -> None:
+        """Close a forked child's copies of the connections."""
+        close_copies(self._address, self.port)
 
     def _add_thread(self) -> None:
         self._idle += 1

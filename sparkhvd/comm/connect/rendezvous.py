@@ -7,6 +7,7 @@ from contextlib import suppress
 
 from sparkhvd import _core
 from sparkhvd._util.closable import Closable
+from sparkhvd._util.forks import close_copies, close_in_children
 from sparkhvd.comm.failures import translated
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import DeadlineExceededError, NotInitializedError
@@ -31,7 +32,8 @@ class RendezvousServer(Closable):
     def __init__(self, token: bytes, host: str = "127.0.0.1", port: int = 0, *, encrypt: bool = False) -> None:
         with translated():
             self._core: _core.RendezvousServer | None = _core.RendezvousServer(token, host, port, encrypt)
-        self._port = self._core.port
+        self._address, self._port = host, self._core.port
+        close_in_children(self)
 
     @property
     def port(self) -> int:
@@ -68,6 +70,10 @@ class RendezvousServer(Closable):
         if server is not None:
             with translated():
                 server.close()
+
+    def leave_to_parent(self) -> None:
+        """Close a forked child's copies of the connections."""
+        close_copies(self._address, self._port)
 
     def _open(self) -> _core.RendezvousServer:
         if self._core is None:

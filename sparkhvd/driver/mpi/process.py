@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from sparkhvd._util.background import in_background, is_done_within
+from sparkhvd._util.forks import close_in_children
 from sparkhvd.comm.connect.inherited_world import memory_file
 from sparkhvd.config import changed_environment
 from sparkhvd.driver.mpi.command import agent_script, agent_setting, mpirun_defaults
@@ -95,6 +96,7 @@ class Mpirun:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
             )
+            close_in_children(self)
             stack.pop_all()
         self._output_ended = in_background(self._read, "sparkhvd-mpirun-output")
         self._ended = in_background(self._watch, "sparkhvd-mpirun")
@@ -108,6 +110,11 @@ class Mpirun:
             if not is_done_within(self._ended, grace_seconds):
                 self._kill(signal.SIGTERM)
                 is_done_within(self._ended, _TERM_SECONDS)
+
+    def leave_to_parent(self) -> None:
+        """Close a forked child's copy of the pipe whose end removes the folder."""
+        if self._remover.stdin is not None:
+            self._remover.stdin.close()
 
     def _end_session(self) -> None:
         """End all processes of the session at once."""

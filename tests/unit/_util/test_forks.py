@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import closing, suppress
+
+import pytest
+
+from sparkhvd.comm.connect.rendezvous import RendezvousClient
+from sparkhvd.deadline import Deadline
+from sparkhvd.errors import PeerLostError
+from sparkhvd.rpc.client import connect
+from sparkhvd.rpc.messages import Flush
+
+_SECRET = b"s" * 32
+# Serves, forks a child after the first connections, and prints the child's id.
+_SERVERS = """
+import os, sys, time
+from sparkhvd.comm.connect.rendezvous import RendezvousServer
+from sparkhvd.rpc.messages import Acknowledged
+from sparkhvd.rpc.server import Server
+
+class Handler:
+    def handle(self, message):
+        return Acknowledged()
+
+server, rendezvous = Server(b"s" * 32, Handler()), RendezvousServer(b"s" * 32)
+print(server.port, rendezvous.port, flush=True)
+sys.stdin.readline()
+if (child := os.fork()) == 0:
+    time.sleep(300)
+    os._exit(0)
+print(child, flush=True)
+time.sleep(300)
+"""
+_HOST = """
+import os, sys, time
+from sparkhvd.driver.host_process import HostProcess
+
+host = HostProcess(["sh", "-c", "cat; echo ended > $0", sys.argv[1]], print)
+if (child := os.fork()) == 0:
+    time.sleep(300)
+    os._exit(0)
+print(child, flush=True)
+time.sleep(300)
+"""
+
+
+@pytest.fixture
+def start():
+    """Return a function that starts a program; it and the child whose id it printed end with the test."""
+    processes = []
+
+    def started(program, *arguments):
+        process = subprocess.Popen(
+            [sys.executable, "-c", program, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        processes.append(process)
+        return process
+
+    yield started
+    for process in processes:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def test_peers_of_servers_notice_the_death_of_a_process_with_a_forked_child(start):
+    process = start(_SERVERS)
+    port, rendezvous_port = map(int, process.stdout.readline().split())
+    deadline = Deadline.after(30)
+    with (
+        closing(connect([("127.0.0.1", port)], _SECRET, deadline)) as client,
+        RendezvousClient([("127.0.0.1", rendezvous_port)], _SECRET, deadline) as rendezvous,
+    ):
+        client.ask(Flush(), deadline)
+        process.stdin.write("\n")
+        process.stdin.flush()
+        child = int(process.stdout.readline())
+        client.ask(Flush(), deadline)
+        rendezvous.set("alive", b"1", deadline)
+        process.kill()
+        with pytest.raises(ConnectionError, match=r"closed the connection|reset by peer"):
+            client.ask(Flush(), Deadline.after(10))
+        with pytest.raises(PeerLostError, match="rendezvous"):
+            rendezvous.get("never set", Deadline.after(10))
+    os.kill(child, 0)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), 5)
+
+
+def test_a_host_process_notices_the_death_of_a_launcher_with_a_forked_child(start, tmp_path):
+    process = start(_HOST, str(tmp_path / "ended"))
+    child = int(process.stdout.readline())
+    process.kill()
+    end = time.monotonic() + 10
+    while not (tmp_path / "ended").exists() and time.monotonic() < end:
+        time.sleep(0.02)
+    assert (tmp_path / "ended").exists()
+    os.kill(child, 0)
