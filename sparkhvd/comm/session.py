@@ -8,9 +8,10 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from threading import RLock
 from typing import TYPE_CHECKING
@@ -25,6 +26,7 @@ from sparkhvd.comm.connect.membership import LOST_CONNECTIONS, Membership, scope
 from sparkhvd.comm.connect.rendezvous import RendezvousClient, RendezvousServer
 from sparkhvd.comm.process_sets import MpiCommunicator, ProcessSet, require_addable
 from sparkhvd.comm.stall.report import StallReport
+from sparkhvd.comm.stall.stragglers import Straggler, publish_straggler
 from sparkhvd.comm.subset import subset
 from sparkhvd.config import (
     Config,
@@ -83,6 +85,8 @@ _MAX_REFUSALS = 5
 _FIRST_SCOPE = "init-1"
 # The code of a lost peer in a failure that ranks publish while they connect; see core/base/failure_note.h.
 _PEER_LOST = "F"
+_NEVER_JOINED = "it ended without calling init()"
+_ABSENT = re.compile(rf"lost rank (\d+): {re.escape(_NEVER_JOINED)}")
 
 _session = _Session()
 
@@ -282,6 +286,7 @@ def _connect_with_retries(
                 _publish(job, f"{scope}/begun")
             connected = _connect_once(comm, ranks, scope, sets)
         except BaseException as error:
+            _publish_absent_rank(job, error)
             # The other ranks are still waiting for a rank that failed before it published its address.
             if _session.from_mpi or not _is_known(job, f"{scope}/address/{index}", f"{scope}/connect-failure"):
                 raise
@@ -312,6 +317,20 @@ def _publish(context: LaunchContext, key: str, value: bytes = b"", seconds: floa
         deadline = Deadline.after(min(seconds, context.config.start_timeout))
         with RendezvousClient(context.rendezvous, context.token, deadline, encrypt=context.config.encrypt) as store:
             store.set(key, value, deadline)
+
+
+def _publish_absent_rank(job: LaunchContext, error: BaseException) -> None:
+    """Let the driver's error name the rank that ended without calling ``init()``, not this one, which waited for it."""
+    absent = _ABSENT.search(str(error))
+    if absent is None or not job.rendezvous:
+        return
+    straggler = Straggler(int(absent[1]), f"it ended while rank {job.world.rank} waited for it", joined=False)
+    deadline = Deadline.after(_LOOKUP_SECONDS)
+    with (
+        suppress(SparkHvdError),  # the rendezvous has ended, so the job has an outcome
+        RendezvousClient(job.rendezvous, job.token, deadline, encrypt=job.config.encrypt) as store,
+    ):
+        publish_straggler(store, straggler)
 
 
 def _is_known(context: LaunchContext, *keys: str) -> bool:
@@ -388,19 +407,12 @@ def _own_config() -> Config:
 
 def shutdown() -> None:
     """Leave the job; does nothing when not initialized."""
-    with _session.lock:
-        communicator, _session.communicator = _session.communicator, None
+    with _session.lock, ExitStack() as stack:  # closes all of them, even if Ctrl-C interrupts one
+        for resource in (_session.server, _session.communicator, _session.watch):  # the last one is closed first
+            if resource is not None:
+                stack.callback(resource.close)
+        _session.server = _session.communicator = _session.watch = None
         _session.everybody.register(None)
-        server, _session.server = _session.server, None
-        watch, _session.watch = _session.watch, None
-        try:
-            if watch is not None:
-                watch.close()
-            if communicator is not None:
-                communicator.close()
-        finally:
-            if server is not None:
-                server.close()
 
 
 def leave_before_init() -> None:
@@ -412,7 +424,7 @@ def leave_before_init() -> None:
     job = _session.context
     if job is None or job.membership is not None or job.world.size == 1 or _session.inits:
         return
-    note = f"{_PEER_LOST}lost rank {job.world.rank}: it ended without calling init()"
+    note = f"{_PEER_LOST}lost rank {job.world.rank}: {_NEVER_JOINED}"
     with suppress(SparkHvdError):  # the rendezvous has ended, so no rank is waiting
         _publish(job, f"{_FIRST_SCOPE}/connect-failure", note.encode(), _LEAVE_SECONDS)
 

@@ -158,6 +158,22 @@ def test_ranks_that_do_not_become_ready_end_in_a_start_timeout(tmp_path):
         sparkhvd.run(stay, ("a" * 1_000_000,), **options)
 
 
+def return_on_rank_1_without_init() -> None:
+    from sparkhvd.comm import session  # noqa: PLC0415
+
+    if os.environ["SPARKHVD_RANK"] == "0":
+        session.init()
+
+
+def test_a_rank_that_returns_without_init_is_the_failing_rank():
+    with pytest.raises(
+        RankFailedError,
+        match=r"^Rank 1 on host \S+ did not reach init\(\): it ended while rank 0 waited for it\.",
+    ) as raised:
+        sparkhvd.run(return_on_rank_1_without_init, num_proc=2, launcher="local")
+    assert raised.value.rank == 1
+
+
 def come_late_on_rank_1() -> None:
     from sparkhvd.comm import session  # noqa: PLC0415
 

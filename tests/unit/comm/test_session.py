@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -56,6 +57,16 @@ def test_init_without_a_launcher_is_a_job_of_one_rank_and_idempotent():
     session.shutdown()
     session.init()
     assert session.current() is not first
+
+
+def test_an_interrupted_shutdown_closes_everything():
+    session.init()
+    communicator = session.current()
+    session._session.watch = mock.Mock(close=mock.Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        session.shutdown()
+    assert communicator.closed
+    assert not session.is_initialized()
 
 
 def test_a_signal_handler_may_shut_down_during_init():
