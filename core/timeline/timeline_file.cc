@@ -6,8 +6,11 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
+#include <thread>
 #include <utility>
 
+#include "base/deadline.h"
 #include "base/io_status.h"
 #include "timeline/json_text.h"
 
@@ -23,7 +26,10 @@ constexpr size_t kEndBytes = sizeof(kEnd) - 1;
 constexpr off_t kTurn = off_t{1} << 40;  // held while a writer joins or leaves
 constexpr off_t kPresence = kTurn + 1;   // shared by all writers
 
-bool Lock(int fd, short type, off_t byte, bool wait) {
+constexpr std::chrono::seconds kTurnLimit{5};
+constexpr std::chrono::milliseconds kTurnInterval{1};
+
+bool Lock(int fd, short type, off_t byte) {
   struct flock lock{};
   lock.l_type = type;
   lock.l_whence = SEEK_SET;
@@ -31,13 +37,28 @@ bool Lock(int fd, short type, off_t byte, bool wait) {
   lock.l_len = 1;
   int result = 0;
   do {
-    result = ::fcntl(fd, wait ? F_OFD_SETLKW : F_OFD_SETLK, &lock);
+    result = ::fcntl(fd, F_OFD_SETLK, &lock);
   } while (result != 0 && errno == EINTR);
   return result == 0;
 }
 
+// Waits for the writers that join or leave. A writer that is stopped meanwhile keeps its turn, so
+// the wait has a limit. The kernel offers none.
+bool TakeTurn(int fd) {
+  const Deadline deadline = Deadline::After(kTurnLimit);
+  while (!Lock(fd, F_WRLCK, kTurn)) {
+    if (errno != EAGAIN && errno != EACCES) return false;
+    if (deadline.Expired()) {
+      errno = ETIMEDOUT;
+      return false;
+    }
+    std::this_thread::sleep_for(kTurnInterval);
+  }
+  return true;
+}
+
 // Returns whether this is the only writer. If it is, it now holds the lock exclusively.
-bool LockAlone(int fd) { return Lock(fd, F_WRLCK, kPresence, false); }
+bool LockAlone(int fd) { return Lock(fd, F_WRLCK, kPresence); }
 
 std::string Opening(const std::string& recording) {
   return "[\n{\"ph\":\"M\",\"pid\":0,\"name\":\"recording\",\"args\":{\"name\":" +
@@ -66,13 +87,13 @@ bool HasTextAt(int fd, const std::string& text, off_t offset) {
 Result<TimelineFile> TimelineFile::Join(const std::string& path, const std::string& recording) {
   UniqueFd fd(::open(path.c_str(), O_RDWR | O_CREAT | O_APPEND | O_CLOEXEC, 0666));
   if (!fd.valid()) return IoStatus("open the timeline " + path, errno);
-  if (!Lock(fd.get(), F_WRLCK, kTurn, true)) return IoStatus("lock the timeline " + path, errno);
+  if (!TakeTurn(fd.get())) return IoStatus("lock the timeline " + path, errno);
   TimelineFile file(std::move(fd), path);
   const Status start = LockAlone(file.fd_.get()) ? file.Begin(recording) : Status();
   // If LockAlone has taken the lock, this makes it shared.
-  const bool present = Lock(file.fd_.get(), F_RDLCK, kPresence, false);
+  const bool present = Lock(file.fd_.get(), F_RDLCK, kPresence);
   const int error = errno;
-  (void)Lock(file.fd_.get(), F_UNLCK, kTurn, false);
+  (void)Lock(file.fd_.get(), F_UNLCK, kTurn);
   if (!start.ok()) {
     file.fd_.Reset();  // otherwise the destructor would append to a file that is not a timeline
     return start;
@@ -103,7 +124,7 @@ Status TimelineFile::Append(const std::string& lines) { return WriteAll(fd_.get(
 Status TimelineFile::Leave() {
   if (!fd_.valid()) return Status();
   Status status;
-  if (Lock(fd_.get(), F_WRLCK, kTurn, true) && LockAlone(fd_.get())) {
+  if (TakeTurn(fd_.get()) && LockAlone(fd_.get())) {
     status = WriteAll(fd_.get(), kEnd, path_);
   }
   fd_.Reset();  // also releases the locks

@@ -1,5 +1,6 @@
 #include "timeline/timeline.h"
 
+#include <fcntl.h>
 #include <gtest/gtest.h>
 #include <sys/resource.h>
 #include <unistd.h>
@@ -11,6 +12,8 @@
 #include <string>
 #include <thread>
 #include <vector>
+
+#include "base/unique_fd.h"
 
 namespace sparkhvd {
 namespace {
@@ -151,6 +154,19 @@ TEST_F(TimelineTest, RejectsASecondStartAndAPathInAMissingFolder) {
   EXPECT_EQ(failed.code(), StatusCode::kIo);
   EXPECT_NE(failed.message().find(missing_folder.path), std::string::npos) << failed.message();
   EXPECT_FALSE(timeline.on());
+}
+
+TEST_F(TimelineTest, AWriterThatStopsWhileItJoinsFailsTheStartOfOthers) {
+  const UniqueFd stopped(::open(path_.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666));
+  struct flock turn{};
+  turn.l_type = F_WRLCK;
+  turn.l_whence = SEEK_SET;
+  turn.l_start = off_t{1} << 40;
+  turn.l_len = 1;
+  ASSERT_EQ(::fcntl(stopped.get(), F_OFD_SETLK, &turn), 0);
+  Timeline timeline;
+  EXPECT_EQ(timeline.Start(Options(0)).message(),
+            "lock the timeline " + path_ + ": Connection timed out");
 }
 
 TEST_F(TimelineTest, AFullDiskFailsTheStart) {
