@@ -2,12 +2,14 @@
 
 #include <fcntl.h>
 #include <poll.h>
+#include <pthread.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/uio.h>
 
 #include <cerrno>
+#include <csignal>
 #include <cstdint>
 #include <cstring>
 #include <string>
@@ -68,14 +70,25 @@ UniqueFd TakeFile(msghdr* message) {
   return file;
 }
 
+// Returns 0 or the error. A signal that this thread handles would undo the reservation, and a timer
+// of a profiler could do so at every attempt.
+int Reserve(int file, off_t bytes) {
+  sigset_t all;
+  sigset_t previous;
+  ::sigfillset(&all);
+  (void)::pthread_sigmask(SIG_SETMASK, &all, &previous);
+  const int error = ::posix_fallocate(file, 0, bytes);
+  (void)::pthread_sigmask(SIG_SETMASK, &previous, nullptr);
+  return error;
+}
+
 }  // namespace
 
 Result<UniqueFd> CreateArenaFile(size_t bytes) {
   SHVD_TRY(CheckAffordable(bytes));
   UniqueFd file(::memfd_create("sparkhvd-arena", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!file.valid()) return IoStatus("memfd_create", errno);
-  // posix_fallocate returns its error instead of setting errno.
-  const int error = ::posix_fallocate(file.get(), 0, static_cast<off_t>(bytes));
+  const int error = Reserve(file.get(), static_cast<off_t>(bytes));
   if (error != 0) {
     return IoStatus("reserve " + std::to_string(bytes) + " bytes of shared memory", error);
   }

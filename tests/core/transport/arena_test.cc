@@ -2,13 +2,18 @@
 #include "transport/arena.h"
 
 #include <gtest/gtest.h>
+#include <pthread.h>
 
+#include <atomic>
+#include <csignal>
 #include <cstring>
 #include <future>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "base/leak_check.h"
+#include "transport/arena_file.h"
 #include "transport/meshes.h"
 
 namespace sparkhvd {
@@ -27,6 +32,22 @@ class ArenaContract : public testing::TestWithParam<MeshKind> {
     return meshes;
   }
 };
+
+TEST(ArenaReservation, SucceedsWhileSignalsArrive) {
+  struct sigaction action{};
+  action.sa_handler = [](int) {};
+  struct sigaction previous{};
+  ASSERT_EQ(::sigaction(SIGUSR1, &action, &previous), 0);
+  std::atomic<bool> ended{false};
+  std::thread sender([&ended, receiver = ::pthread_self()] {
+    while (!ended) (void)::pthread_kill(receiver, SIGUSR1);
+  });
+  const auto file = CreateArenaFile(size_t{64} << 20);
+  ended = true;
+  sender.join();
+  (void)::sigaction(SIGUSR1, &previous, nullptr);
+  EXPECT_TRUE(file.ok()) << file.status().message();
+}
 
 TEST_P(ArenaContract, HasAPageAlignedRegionPerMember) {
   auto meshes = Make(3);
