@@ -25,7 +25,7 @@ COMMON = (
     ({"output_types": ["bogus"]}, "'y__output' has the unknown type 'bogus'; expected one of 'auto', 'vector'"),
     ({"output_types": ["date"]}, "'y__output' has the type 'date', but an output cannot be a date"),
     ({"output_types": ["bogus"], "transformation_fn": dict}, "'y__output' has the unknown type 'bogus'"),
-    ({"optimizer": 3}, "optimizer"),
+    ({"optimizer": 3}, r"^(optimizer is a int; pass|KerasEstimator needs optimizer:) an instance such as "),
     (
         {"output_cols": ["Y"]},
         "The DataFrame already has a column 'Y', the name that transform would give to the model's output",
