@@ -273,7 +273,7 @@ def test_a_fit_finds_its_own_run_by_content(store, spark):
     assert estimator(store, **params, model=model, optimizer=optimizer)._run_id_by_content(df) not in ids, (
         "the run is trained further"
     )
-    with pytest.raises(ParamError, match="resume"):
+    with pytest.raises(ParamError, match=r"resume='yes' must be one of 'auto'\."):
         estimator(store, num_proc=1).fit(df, resume="yes")
     assert estimator(store, **params)._run_id_by_content(df.where("a < 0.5")) not in ids
     with pytest.raises(ParamError, match="identifies a run by its rows, but their content cannot be determined"):
