@@ -31,10 +31,10 @@ class Handler:
 server, rendezvous = Server(b"s" * 32, Handler()), RendezvousServer(b"s" * 32)
 print(server.port, rendezvous.port, flush=True)
 sys.stdin.readline()
-if (child := os.fork()) == 0:
+if os.fork() == 0:
+    print(os.getpid(), flush=True)
     time.sleep(300)
     os._exit(0)
-print(child, flush=True)
 time.sleep(300)
 """
 _HOST = """
@@ -42,10 +42,10 @@ import os, sys, time
 from sparkhvd.driver.host_process import HostProcess
 
 host = HostProcess(["sh", "-c", "cat; echo ended > $0", sys.argv[1]], print)
-if (child := os.fork()) == 0:
+if os.fork() == 0:
+    print(os.getpid(), flush=True)
     time.sleep(300)
     os._exit(0)
-print(child, flush=True)
 time.sleep(300)
 """
 
