@@ -1,4 +1,4 @@
-"""Horovod's argument order, for functions whose arguments sparkhvd orders differently."""
+"""Horovod's argument order and scopes of names, where sparkhvd has others."""
 
 from __future__ import annotations
 
@@ -52,3 +52,30 @@ def with_parameters(names: str, function: Callable[..., Any]) -> Callable[..., A
         [parameter.replace(kind=Parameter.POSITIONAL_OR_KEYWORD) for parameter in parameters]
     )
     return call
+
+
+def with_scope(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``function`` with Horovod's names of operations: ``x`` of an allreduce is ``allreduce.x``.
+
+    Operations of different kinds may therefore have one name.
+
+    Args:
+        kind: Horovod's word for the operation.
+        function: has a parameter ``name``.
+    """
+    position = list(signature(function).parameters).index("name")
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if len(args) > position:
+            args = (*args[:position], _scoped(kind, args[position]), *args[position + 1 :])
+        elif "name" in kwargs:
+            kwargs["name"] = _scoped(kind, kwargs["name"])
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _scoped(kind: str, name: Any) -> Any:
+    """Return the name with its kind; sparkhvd names operations without a name, and refuses other objects."""
+    return f"{kind}.{name}" if name and isinstance(name, str) else name

@@ -94,6 +94,7 @@ def use_other_features() -> dict[str, object]:
         refused_twice = rank() == 0 and not hvd.allreduce_async(torch.ones(1), name="twice")
     except ValueError:
         refused_twice = True
+    gathered = hvd.allgather_async(torch.ones(1), name="twice")
     if rank() == 0:
         hvd.barrier()
     return {
@@ -112,6 +113,7 @@ def use_other_features() -> dict[str, object]:
         "refused": refused,
         "refused twice": refused_twice,
         "in flight": hvd.synchronize(handle).item(),
+        "of the same name": hvd.synchronize(gathered).tolist(),
     }
 
 

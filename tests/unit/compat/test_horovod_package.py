@@ -55,6 +55,7 @@ def test_a_pytorch_program_can_use_the_features_beside_the_collectives(program):
             "refused": "A reducescatter cannot use op=Adasum, which needs whole tensors; use an allreduce.",
             "refused twice": number == 0,
             "in flight": 1.0,
+            "of the same name": [1.0, 1.0],
         }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Never
 
 import sparkhvd.keras as _hvd
-from horovod._signatures import with_parameters
+from horovod._signatures import with_parameters, with_scope
 from horovod.keras import callbacks, elastic
 from sparkhvd.comm import interface
 from sparkhvd.comm.collectives.buffers import ReduceOp
@@ -41,8 +41,14 @@ PartialDistributedOptimizer = with_parameters(
 load_model = with_parameters("filepath custom_optimizers custom_objects compression legacy_opts", _hvd.load_model)
 
 
+_allgather = with_scope("allgather", _hvd.allgather)
+_allreduce_tensor = with_scope("allreduce", _hvd.allreduce)
+_broadcast = with_scope("broadcast", _hvd.broadcast)
+_reducescatter = with_scope("reducescatter", _hvd.reducescatter)
+
+
 def _allreduce(value: Any, **options: Any) -> Any:
-    return _hvd.allreduce(value, **options)
+    return _allreduce_tensor(value, **options)
 
 
 allreduce = with_parameters("value name average prescale_factor postscale_factor op compression", _allreduce)
@@ -50,17 +56,17 @@ allreduce = with_parameters("value name average prescale_factor postscale_factor
 
 def allgather(value: Any, name: str | None = None) -> Any:
     """Concatenate the values of all ranks along the first dimension."""
-    return _hvd.allgather(value, name=name)
+    return _allgather(value, name=name)
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
     """Return the value of ``root_rank``."""
-    return _hvd.broadcast(value, root_rank, name=name)
+    return _broadcast(value, root_rank, name=name)
 
 
 def reducescatter(value: Any, name: str | None = None, op: ReduceOp = interface.Average) -> Any:
     """Combine the values of all ranks, and return this rank's part of the rows."""
-    return _hvd.reducescatter(value, name=name, op=op)
+    return _reducescatter(value, name=name, op=op)
 
 
 def broadcast_global_variables(root_rank: int) -> Never:  # noqa: ARG001

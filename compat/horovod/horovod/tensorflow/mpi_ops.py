@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 import sparkhvd.tensorflow as _hvd
-from horovod._signatures import with_parameters
+from horovod._signatures import with_parameters, with_scope
 from sparkhvd.comm import interface
 from sparkhvd.comm.interface import *  # noqa: F403  its __all__ lists the names
 from sparkhvd.errors import HorovodInternalError
@@ -79,20 +79,28 @@ def join() -> tf.Tensor:
     return tf.cast(_hvd.join(), tf.int32)
 
 
-allreduce = with_parameters(f"tensor {_REDUCTION_PARAMETERS} name process_set ignore_name_scope", _allreduce)
+allreduce = with_parameters(
+    f"tensor {_REDUCTION_PARAMETERS} name process_set ignore_name_scope", with_scope("allreduce", _allreduce)
+)
 grouped_allreduce = with_parameters(
-    f"tensors {_REDUCTION_PARAMETERS} process_set ignore_name_scope name", _grouped_allreduce
+    f"tensors {_REDUCTION_PARAMETERS} process_set ignore_name_scope name",
+    with_scope("grouped_allreduce", _grouped_allreduce),
 )
 reducescatter = with_parameters(
-    f"tensor device_dense compression op name process_set ignore_name_scope {_SCALE_PARAMETERS}", _hvd.reducescatter
+    f"tensor device_dense compression op name process_set ignore_name_scope {_SCALE_PARAMETERS}",
+    with_scope("reducescatter", _hvd.reducescatter),
 )
 grouped_reducescatter = with_parameters(
     f"tensors device_dense compression op process_set {_SCALE_PARAMETERS}", _hvd.grouped_reducescatter
 )
-allgather = with_parameters("tensor name ignore_name_scope process_set", _hvd.allgather)
-grouped_allgather = with_parameters("tensors name ignore_name_scope process_set", _hvd.grouped_allgather)
-broadcast = with_parameters("tensor root_rank name ignore_name_scope process_set", _hvd.broadcast)
-alltoall = with_parameters("tensor splits name ignore_name_scope process_set", _alltoall)
+allgather = with_parameters("tensor name ignore_name_scope process_set", with_scope("allgather", _hvd.allgather))
+grouped_allgather = with_parameters(
+    "tensors name ignore_name_scope process_set", with_scope("grouped_allgather", _hvd.grouped_allgather)
+)
+broadcast = with_parameters(
+    "tensor root_rank name ignore_name_scope process_set", with_scope("broadcast", _hvd.broadcast)
+)
+alltoall = with_parameters("tensor splits name ignore_name_scope process_set", with_scope("alltoall", _alltoall))
 
 
 def broadcast_(

@@ -8,35 +8,12 @@ from typing import Any
 import torch
 
 import sparkhvd.torch as _hvd
+from horovod._signatures import with_scope
 from sparkhvd.comm import interface
 from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.comm.interface import *  # noqa: F403  its __all__ lists the names
 from sparkhvd.errors import HorovodInternalError
-from sparkhvd.torch import (
-    allgather,
-    allgather_async,
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    barrier,
-    broadcast,
-    broadcast_,
-    broadcast_async,
-    broadcast_async_,
-    grouped_allgather,
-    grouped_allgather_async,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-    grouped_reducescatter,
-    grouped_reducescatter_async,
-    poll,
-    reducescatter,
-    reducescatter_async,
-    synchronize,
-)
+from sparkhvd.torch import barrier, poll, synchronize
 
 __all__ = [
     "HorovodInternalError",
@@ -70,6 +47,30 @@ __all__ = [
 ]
 __all__ += interface.__all__
 
+allgather = with_scope("allgather", _hvd.allgather)
+allgather_async = with_scope("allgather", _hvd.allgather_async)
+allreduce = with_scope("allreduce", _hvd.allreduce)
+allreduce_ = with_scope("allreduce", _hvd.allreduce_)
+allreduce_async = with_scope("allreduce", _hvd.allreduce_async)
+allreduce_async_ = with_scope("allreduce", _hvd.allreduce_async_)
+broadcast = with_scope("broadcast", _hvd.broadcast)
+broadcast_ = with_scope("broadcast", _hvd.broadcast_)
+broadcast_async = with_scope("broadcast", _hvd.broadcast_async)
+broadcast_async_ = with_scope("broadcast", _hvd.broadcast_async_)
+grouped_allgather = with_scope("grouped_allgather", _hvd.grouped_allgather)
+grouped_allgather_async = with_scope("grouped_allgather", _hvd.grouped_allgather_async)
+grouped_allreduce = with_scope("grouped_allreduce", _hvd.grouped_allreduce)
+grouped_allreduce_ = with_scope("grouped_allreduce", _hvd.grouped_allreduce_)
+grouped_allreduce_async = with_scope("grouped_allreduce", _hvd.grouped_allreduce_async)
+grouped_allreduce_async_ = with_scope("grouped_allreduce", _hvd.grouped_allreduce_async_)
+grouped_reducescatter = with_scope("grouped_reducescatter", _hvd.grouped_reducescatter)
+grouped_reducescatter_async = with_scope("grouped_reducescatter", _hvd.grouped_reducescatter_async)
+reducescatter = with_scope("reducescatter", _hvd.reducescatter)
+reducescatter_async = with_scope("reducescatter", _hvd.reducescatter_async)
+_alltoall = with_scope("alltoall", _hvd.alltoall)
+_alltoall_async = with_scope("alltoall", _hvd.alltoall_async)
+_sparse_allreduce_async = with_scope("sparse_allreduce", _hvd.sparse_allreduce_async)
+
 
 def alltoall(
     tensor: torch.Tensor,
@@ -78,7 +79,7 @@ def alltoall(
     process_set: interface.ProcessSet = interface.global_process_set,
 ) -> Any:
     """See ``sparkhvd.torch.alltoall``; the numbers of received rows are ``int32``."""
-    return _with_int32(_hvd.alltoall(tensor, splits, name, process_set))
+    return _with_int32(_alltoall(tensor, splits, name, process_set))
 
 
 def alltoall_async(
@@ -88,7 +89,7 @@ def alltoall_async(
     process_set: interface.ProcessSet = interface.global_process_set,
 ) -> Any:
     """Start ``alltoall``; ``synchronize(handle)`` returns its result."""
-    return _hvd.alltoall_async(tensor, splits, name, process_set).then(_with_int32)
+    return _alltoall_async(tensor, splits, name, process_set).then(_with_int32)
 
 
 def _with_int32(result: Any) -> Any:
@@ -110,4 +111,4 @@ def sparse_allreduce_async(
     process_set: interface.ProcessSet = interface.global_process_set,
 ) -> Callable[[], torch.Tensor]:
     """Start to combine the ranks' sparse tensors; return a function that waits for the result, as Horovod does."""
-    return _hvd.sparse_allreduce_async(tensor, name, op, process_set).wait
+    return _sparse_allreduce_async(tensor, name, op, process_set).wait
