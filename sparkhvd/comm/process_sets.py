@@ -51,20 +51,20 @@ class ProcessSet:
     """Some of the ranks, usable once ``init(process_sets=[...])`` or ``add_process_set()`` has registered it.
 
     Args:
-        ranks: ranks of the job, or an ``mpi4py`` communicator: the set is then the ranks that hold it. Ranks may pass
-            different communicators, such as those of ``Split``; each becomes a set.
+        ranks_or_comm: ranks of the job, or an ``mpi4py`` communicator: the set is then the ranks that hold it. Ranks
+            may pass different communicators, such as those of ``Split``; each becomes a set.
 
     Raises:
         ConfigError: there are no ranks, one of them appears twice, or one is not an integer.
     """
 
-    def __init__(self, ranks: Iterable[int] | MpiCommunicator) -> None:
+    def __init__(self, ranks_or_comm: Iterable[int] | MpiCommunicator) -> None:
         self._communicator: MpiCommunicator | None = None
         self._requested_ranks: tuple[int, ...] = ()
-        if isinstance(ranks, MpiCommunicator):
-            self._communicator = ranks
+        if isinstance(ranks_or_comm, MpiCommunicator):
+            self._communicator = ranks_or_comm
         else:
-            entries = list(ranks)
+            entries = list(ranks_or_comm)
             try:
                 self._requested_ranks = tuple(sorted(map(index, entries)))
             except TypeError:

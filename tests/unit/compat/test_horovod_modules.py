@@ -1,0 +1,147 @@
+"""Modules of Horovod that programs import beside those of the frameworks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import sparkhvd.torch
+from sparkhvd.comm.process_sets import ProcessSet
+
+_PACKAGE = Path(__file__).parents[3] / "compat" / "horovod"
+
+
+@pytest.fixture(autouse=True)
+def _horovod(monkeypatch):
+    monkeypatch.syspath_prepend(_PACKAGE)
+
+
+def test_elastic_states_are_in_the_common_module():
+    from horovod.common import elastic  # noqa: PLC0415
+
+    class Counted(elastic.ObjectState):
+        pass
+
+    sparkhvd.torch.init()
+    try:
+        state = Counted(bcast_object=None, get_rank=None, epoch=3)
+        train = elastic.run_fn(lambda state, factor: factor * state.epoch, lambda: pytest.fail("reset is not needed"))
+        assert train(state, 2) == 6
+    finally:
+        sparkhvd.torch.shutdown()
+    assert issubclass(elastic.ObjectState, elastic.State)
+
+
+def test_batch_normalization_of_tensorflow_has_a_module():
+    import horovod.tensorflow as hvd  # noqa: PLC0415
+    from horovod.tensorflow.sync_batch_norm import SyncBatchNormalization  # noqa: PLC0415
+
+    assert SyncBatchNormalization is hvd.SyncBatchNormalization
+
+
+def test_a_process_set_takes_horovods_keyword():
+    from horovod.common.process_sets import ProcessSet as Horovods  # noqa: PLC0415
+
+    assert Horovods is ProcessSet
+    assert Horovods(ranks_or_comm=[1, 0]).ranks == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("op", "average", "chosen"),
+    [(None, None, "Average"), (None, True, "Average"), (None, False, "Sum"), ("Max", None, "Max")],
+)
+def test_the_operation_follows_from_op_and_average(op, average, chosen):
+    from horovod.common.util import get_average_backwards_compatibility_fun  # noqa: PLC0415
+
+    choose = get_average_backwards_compatibility_fun(sparkhvd.torch)
+    assert choose(op and getattr(sparkhvd.torch, op), average) is getattr(sparkhvd.torch, chosen)
+    with pytest.raises(ValueError, match=r"op=max and average=False are both set\. Pass op only\."):
+        choose(sparkhvd.torch.Max, False)
+
+
+def test_common_helpers_answer_as_in_horovod():
+    from horovod.common import util  # noqa: PLC0415
+
+    assert [util.num_rank_is_power_2(ranks) for ranks in (0, 1, 2, 3, 4, 6)] == [False, True, True, False, True, False]
+    assert [util.is_iterable([]), util.is_iterable(1)] == [True, False]
+    assert [util.extension_available(name) for name in ("torch", "mxnet")] == [True, False]
+    assert not util.gpu_available("torch")
+    assert issubclass(util.HorovodVersionMismatchError, ImportError)
+
+
+def test_helpers_of_estimators_are_in_their_module():
+    from horovod.spark.common import constants, util  # noqa: PLC0415
+
+    assert [util.to_list(var, 2) for var in (None, "a", ["a"], ["a", "b"])] == [None, ["a"] * 2, ["a"] * 2, ["a", "b"]]
+    with pytest.raises(ValueError, match=r"^The list \['a', 'b'\] must have 3 entries, but has 2\.$"):
+        util.to_list(["a", "b"], 3)
+    assert not util.is_databricks()
+    assert constants.BYTES_PER_GIB == 1024**3
+
+
+def loader(queue_size, fail_at=None):
+    from horovod.data import AsyncDataLoaderMixin, BaseDataLoader  # noqa: PLC0415
+
+    class Squares(BaseDataLoader):
+        def __init__(self, stop):
+            self.stop = stop
+
+        def __len__(self):
+            return self.stop
+
+        def _iterate(self):
+            for number in range(self.stop):
+                if number == fail_at:
+                    raise OSError("unreadable")
+                yield number
+
+        def _process_batch(self, batch):
+            return batch**2
+
+    class AsyncSquares(AsyncDataLoaderMixin, Squares):
+        pass
+
+    return AsyncSquares(queue_size, False, stop=5)
+
+
+@pytest.mark.parametrize("queue_size", [0, 1, 64])
+def test_a_loader_reads_ahead_epoch_by_epoch(queue_size):
+    squares = loader(queue_size)
+    epochs = [list(squares) for _ in range(3)]
+    squares.close_async_loader()
+    assert epochs == [[0, 1, 4, 9, 16]] * 3
+    assert len(squares) == 5
+
+
+@pytest.mark.parametrize("queue_size", [0, 1, 64])
+def test_the_error_of_a_loader_reaches_each_iteration(queue_size):
+    squares = loader(queue_size, fail_at=2)
+    for _ in range(2):
+        batches = iter(squares)
+        assert [next(batches), next(batches)] == [0, 1]
+        with pytest.raises(OSError, match="unreadable"):
+            next(batches)
+    squares.close_async_loader()
+
+
+def test_a_loader_that_waits_for_room_can_be_closed():
+    squares = loader(1)
+    assert next(iter(squares)) == 0
+    squares.close_async_loader()
+    assert list(squares) == []
+
+
+def test_callbacks_of_ray_have_no_effect_as_in_jobs_that_are_not_elastic(monkeypatch):
+    pytest.importorskip("ray")
+    from horovod.ray import ray_logger, runner  # noqa: PLC0415
+
+    from sparkhvd.ray import RayExecutor  # noqa: PLC0415
+
+    monkeypatch.setattr(RayExecutor, "run", lambda self, fn, args, kwargs: fn(*args))
+    monkeypatch.setattr(RayExecutor, "execute", lambda self, fn: fn(self))
+    executor = object.__new__(runner.RayExecutor)
+    assert executor.run(int, ("3",), None, [print]) == 3
+    assert executor.execute(id, callbacks=[print]) == id(executor)
+    with pytest.warns(UserWarning, match="its receivers are the callbacks of elastic jobs"):
+        ray_logger.log({"loss": 1.0})
