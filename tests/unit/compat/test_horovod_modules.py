@@ -40,6 +40,39 @@ def test_batch_normalization_of_tensorflow_has_a_module():
     assert SyncBatchNormalization is hvd.SyncBatchNormalization
 
 
+def test_the_modules_of_the_frameworks_have_horovods_helpers():
+    import horovod.tensorflow as hvd  # noqa: PLC0415
+    import horovod.torch  # noqa: PLC0415
+    import tensorflow as tf  # noqa: PLC0415
+
+    variables = [tf.Variable(1.0), tf.Variable(2.0)]
+    restored = hvd.util.refs_to_vars(hvd.util.vars_to_refs(variables))
+    assert all(one is other for one, other in zip(restored, variables, strict=True))
+    assert not hvd.gpu_available("tensorflow")
+    assert hvd.check_num_rank_power_of_2(4)
+    horovod.torch.check_extension("horovod.torch")
+    hvd.check_extension("horovod.tensorflow")
+
+
+def test_the_collectives_of_keras_take_a_value_and_a_name():
+    import horovod.keras  # noqa: PLC0415
+    import horovod.tensorflow.keras as hvd  # noqa: PLC0415
+
+    assert hvd.allreduce is horovod.keras.allreduce
+    hvd.init()
+    try:
+        results = [
+            hvd.allreduce([2.0], "x"),
+            hvd.allreduce(value=[2.0], name="x"),
+            hvd.allgather([2.0], "x"),
+            hvd.broadcast([2.0], 0, "x"),
+            hvd.reducescatter([2.0], "x"),
+        ]
+    finally:
+        hvd.shutdown()
+    assert [float(result[0]) for result in results] == [2.0] * 5
+
+
 def test_a_process_set_takes_horovods_keyword():
     from horovod.common.process_sets import ProcessSet as Horovods  # noqa: PLC0415
 

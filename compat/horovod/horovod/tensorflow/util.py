@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -28,3 +28,13 @@ def _cache(function: Callable[..., T]) -> Callable[..., T]:
         return results[key]
 
     return call
+
+
+def vars_to_refs(variables: Sequence[Any]) -> tuple[Any, ...]:
+    """Return hashable references to variables."""
+    return tuple(variable.ref() for variable in variables)
+
+
+def refs_to_vars(references: Sequence[Any]) -> list[Any]:
+    """Return the variables of references."""
+    return [reference.deref() for reference in references]
