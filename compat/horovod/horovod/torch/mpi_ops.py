@@ -111,4 +111,5 @@ def sparse_allreduce_async(
     process_set: interface.ProcessSet = interface.global_process_set,
 ) -> Callable[[], torch.Tensor]:
     """Start to combine the ranks' sparse tensors; return a function that waits for the result, as Horovod does."""
-    return _sparse_allreduce_async(tensor, name, op, process_set).wait
+    wait: Callable[[], torch.Tensor] = _sparse_allreduce_async(tensor, name, op, process_set).wait
+    return wait

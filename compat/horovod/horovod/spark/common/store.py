@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from sparkhvd import store as _stores
 from sparkhvd.errors import StoreError
@@ -24,7 +24,7 @@ class Store(_stores.Store):
     """See ``sparkhvd.store.Store``. Where that has paths in the Store, Horovod's methods also take full paths."""
 
     @staticmethod
-    def create(prefix_path: str, *args: Any, **options: Any) -> Any:
+    def create(prefix_path: str, *args: Any, **options: Any) -> Any:  # type: ignore[override]  # Horovod's name
         """Return the Store at a URL or path; see ``sparkhvd.store.Store.create``."""
         backend = backend_of(scheme_of(prefix_path))
         return _CLASSES.get(backend, backend)(prefix_path, *args, **options)
@@ -76,7 +76,8 @@ class Store(_stores.Store):
     def exists(self, path: str) -> bool:
         """Return whether a file or folder exists."""
         store, path_in_store = self._located(path)
-        return super(Store, store).exists(path_in_store)
+        found: bool = super(Store, store).exists(path_in_store)  # type: ignore[safe-super]  # of the class's other base
+        return found
 
     def read(self, path: str) -> bytes:
         """Return the content of a file."""
@@ -170,7 +171,7 @@ class Store(_stores.Store):
         if not path.startswith("/") and "://" not in path:
             return self, path
         folder, _, name = path.rstrip("/").rpartition("/")
-        return self.at(folder), name
+        return cast("Store", self.at(folder)), name
 
 
 class FilesystemStore(Store, _stores.FilesystemStore):
