@@ -277,7 +277,7 @@ class TorchTrainer:
 
         Buffers and torchmetrics change in every forward pass, and lost ranks have a part of them.
         """
-        modules = self._modules()
+        modules = self._modules().append(torch.nn.ModuleDict(self._kept_modules()))
         if not self._spec.elastic or self._package.objective.stateful() or next(modules.buffers(), None) is not None:
             return lambda: None
 

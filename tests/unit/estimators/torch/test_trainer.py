@@ -14,6 +14,7 @@ import sparkhvd.torch as hvd
 from sparkhvd.comm import session
 from sparkhvd.data.schema.data_schema import DataSchema
 from sparkhvd.estimators.reports import EpochReport
+from sparkhvd.estimators.torch.callbacks import TorchCallback
 from sparkhvd.estimators.torch.plugin import PLUGIN
 from sparkhvd.estimators.training.history import average_over_ranks
 from sparkhvd.world import World
@@ -451,6 +452,11 @@ MODELS = {
 }
 
 
+class KeepingAverage(TorchCallback):
+    def on_train_begin(self, run):
+        self.average = torch.optim.swa_utils.AveragedModel(run.model)
+
+
 class Recovering(Hooks):
     """Recovers the state of each step, before and after the next update."""
 
@@ -471,16 +477,18 @@ class Recovering(Hooks):
 
 
 def recover_as_rank(kind):
-    world, model = session.current().world, MODELS[kind]()
+    world, model = session.current().world, MODELS.get(kind, network)()
     training = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "loss": functional.cross_entropy}
-    payload = PLUGIN.pack({"model": model, "label_cols": ("y",), "schema": DATA, **training})
+    callbacks = [KeepingAverage()] if kind == "average" else []
+    payload = PLUGIN.pack({"model": model, "callbacks": callbacks, "label_cols": ("y",), "schema": DATA, **training})
     hooks = Recovering()
     PLUGIN.trainer(payload, spec(DATA, elastic=True), world).fit(source(EVEN, world.rank, world.size), None, hooks)
     return hooks.before, hooks.after
 
 
 @pytest.mark.parametrize(
-    ("kind", "recovers"), [("plain", True), ("buffers", None), ("attribute", None), ("weights", None)]
+    ("kind", "recovers"),
+    [("plain", True), ("buffers", None), ("average", None), ("attribute", None), ("weights", None)],
 )
 def test_the_state_of_a_step_can_be_recovered_until_the_next_update_unless_a_forward_pass_changes_it(
     group, kind, recovers
