@@ -89,6 +89,14 @@ def test_ray_tune_digits_trains_a_trial_on_two_ranks(tmp_path: Path, monkeypatch
     assert float(re.search(r"held-out accuracy, 2 ranks: ([\d.]+)%", output)[1]) > 5
 
 
+@pytest.mark.soak
+def test_deephyper_digits_evaluates_a_point_on_two_ranks(tmp_path: Path) -> None:
+    pytest.importorskip("deephyper", reason="its dependencies are not among those of the tests: pip install deephyper")
+    output = _run(tmp_path, "deephyper_digits.py", "--evaluations", "1", "--epochs", "1")
+    assert "1 evaluations, 0 of them failed" in output
+    assert float(re.search(r"held-out accuracy, 2 ranks: ([\d.]+)%", output)[1]) > 5
+
+
 _SMALL_NETWORK = ("--width", "4", "--image-size", "32", "--batch-size", "2", "--num-classes", "10")
 _FEW_BATCHES = ("--num-warmup-batches", "1", "--num-batches-per-iter", "1", "--num-iters", "2")
 
