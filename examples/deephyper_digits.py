@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import math
 
+import pandas as pd
 import torch
 from deephyper.evaluator import Evaluator, RunningJob
 from deephyper.hpo import CBO, HpProblem
@@ -42,12 +43,14 @@ def main() -> None:
     )
     results = CBO(problem, random_state=1, log_dir=options.folder).search(evaluator, max_evals=options.evaluations)
 
-    trained = results[results["objective"].map(lambda objective: isinstance(objective, float))]
-    print(f"{len(results)} evaluations, {len(results) - len(trained)} of them failed")
-    best = trained.loc[trained["objective"].astype(float).idxmax()]
+    losses = -pd.to_numeric(results["objective"], errors="coerce").dropna()  # failed evaluations have names instead
+    print(f"{len(results)} evaluations, {len(results) - len(losses)} of them failed")
+    if losses.empty:
+        return
+    best = results.loc[losses.idxmin()]
     names = [name for name in results.columns if name.startswith("p:")]
     print("best:", ", ".join(f"{name[2:]}={best[name]:.3g}" for name in names))
-    print(f"held-out loss, {RANKS} ranks: {-best['objective']:.3f}")
+    print(f"held-out loss, {RANKS} ranks: {losses.min():.3f}")
     print(f"held-out accuracy, {RANKS} ranks: {best['m:accuracy']:.1%}")
 
 
