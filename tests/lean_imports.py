@@ -4,8 +4,7 @@ TensorFlow, Keras and Lightning import JAX, Matplotlib, scikit-learn, SciPy, pan
 and Spark ML imports SciPy. The tests install them, and their imports take longer than those of the frameworks' own
 modules. This module hides the packages from the frameworks; all other code can import them. PyTorch imports its
 compiler, torch._dynamo, in the first step of an optimizer, and Lightning imports it for the class of compiled modules.
-Here it is imported only when something is compiled. PyTorch also imports its operators in Python, a quarter of its own
-import. Only compilers, fake tensors and the meta device need them, and here they are imported together with these.
+Here it is imported only when something is compiled.
 
 `make` copies this file into the environment, where every process that the tests start runs it before anything else (see
 ``.venv/.lean-imports`` in the Makefile).
@@ -14,9 +13,7 @@ import. Only compilers, fake tensors and the meta device need them, and here the
 from __future__ import annotations
 
 import functools
-import importlib
 import sys
-from importlib.abc import Loader
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
@@ -29,10 +26,6 @@ _FRAMEWORKS = frozenset(
 )
 _HIDDEN = frozenset({"IPython", "jax", "matplotlib", "pandas", "scipy", "sklearn"})
 _COMPILER = "torch._dynamo"
-_OPERATORS = "torch._meta_registrations"
-_DECOMPOSITIONS = "torch._decomp"
-# Other modules import these to use the operators. The operators import them, too, and must be imported first.
-_PARTS_OF_OPERATORS = frozenset({_DECOMPOSITIONS, "torch._prims", "torch._refs", "torch.utils._content_store"})
 _USERS_OF_COMPILED_MODULES = frozenset(
     {
         "lightning_fabric.wrappers",
@@ -59,13 +52,6 @@ class _LeanFinder:
             if spec is not None and spec.origin is not None:
                 spec.loader = _LoaderWithoutCompiler(name, spec.origin)
             return spec
-        if name in _PARTS_OF_OPERATORS:
-            spec = PathFinder.find_spec(name, path)
-            if spec is not None and spec.origin is not None:
-                spec.loader = _LoaderAfterOperators(name, spec.origin)
-            return spec
-        if name == _OPERATORS and _importer() == "torch":
-            return ModuleSpec(name, _StandInLoader())
         change = _CHANGES.get(name)
         spec = PathFinder.find_spec(name, path) if change is not None else None
         if spec is not None and spec.origin is not None:
@@ -83,31 +69,6 @@ class _ChangingLoader(SourceFileLoader):
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)
         self._change(module)
-
-
-class _StandInLoader(Loader):
-    """Loads an empty module in place of PyTorch's operators in Python."""
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return _StandIn(spec.name)
-
-    def exec_module(self, module: ModuleType) -> None:
-        pass
-
-
-class _StandIn(ModuleType):
-    """Stands for PyTorch's operators in Python."""
-
-
-class _LoaderAfterOperators(SourceFileLoader):
-    """Imports PyTorch's operators in Python before the module, which they import themselves."""
-
-    def exec_module(self, module: ModuleType) -> None:
-        if isinstance(sys.modules.get(_OPERATORS), _StandIn):
-            del sys.modules[_OPERATORS], sys.modules[module.__name__]
-            importlib.import_module(_OPERATORS)  # imports another `module`, which the import system returns
-        else:
-            super().exec_module(module)
 
 
 class _LoaderWithoutCompiler(SourceFileLoader):
@@ -214,37 +175,8 @@ def _with_compiler(function: Any, without: Any) -> Any:
     return call
 
 
-def _import_operators_for_fake_tensors(module: Any) -> None:
-    """Import PyTorch's operators in Python when a mode of fake tensors is created."""
-    create = module.FakeTensorMode.__init__
-
-    @functools.wraps(create)
-    def create_with_operators(self: Any, *args: Any, **kwargs: Any) -> None:
-        importlib.import_module(_DECOMPOSITIONS)
-        create(self, *args, **kwargs)
-
-    module.FakeTensorMode.__init__ = create_with_operators
-
-
-def _import_operators_on_use(torch: Any) -> None:
-    """Import PyTorch's operators in Python when code looks for them in the package, as torch.broadcast_shapes does."""
-    get = torch.__getattr__
-
-    def get_or_import(name: str) -> Any:
-        return importlib.import_module(f"torch.{name}") if f"torch.{name}" in _PARTS_OF_OPERATORS else get(name)
-
-    torch.__getattr__ = get_or_import
-
-
-def _import_operators(_: Any) -> None:
-    importlib.import_module(_DECOMPOSITIONS)
-
-
 _CHANGES: dict[str, Callable[[Any], None]] = {
-    "keras.src.backend.torch": _import_operators,  # computes shapes on the meta device
     "lightning_utilities.core.imports": _hide_versions,
-    "torch": _import_operators_on_use,
-    "torch._subclasses.fake_tensor": _import_operators_for_fake_tensors,
     "torch._compile": _exempt_from_compilation,
     "torch.compiler": _disable_without_compiler,
     "torch.optim.optimizer": _step_without_compiler,
