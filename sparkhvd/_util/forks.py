@@ -22,12 +22,19 @@ class Inherited(Protocol):
         """Close this process's copies of the connections, without ending them; called in a forked child."""
 
 
+_ALL_ADDRESSES = frozenset({"0.0.0.0", "::"})  # noqa: S104
+
 _inherited: weakref.WeakSet[Inherited] = weakref.WeakSet()
 
 
 def close_in_children(inherited: Inherited) -> None:
-    """Call ``leave_to_parent`` in every process that this one forks while the object exists."""
+    """Call ``leave_to_parent`` in every process that this one forks until ``keep_in_children``."""
     _inherited.add(inherited)
+
+
+def keep_in_children(inherited: Inherited) -> None:
+    """Undo ``close_in_children``: the object is closed, and other sockets may take its port."""
+    _inherited.discard(inherited)
 
 
 def close_copies(address: str, port: int) -> None:
@@ -37,20 +44,27 @@ def close_copies(address: str, port: int) -> None:
     """
     for descriptor in [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]:
         with suppress(OSError):
-            if stat.S_ISSOCK(os.fstat(descriptor).st_mode) and _local_address(descriptor) == (address, port):
+            if stat.S_ISSOCK(os.fstat(descriptor).st_mode) and _is_local(descriptor, address, port):
                 os.close(descriptor)
 
 
-def _local_address(descriptor: int) -> object:
-    copy = socket.socket(fileno=os.dup(descriptor))
-    with copy:
-        return copy.getsockname()[:2] if copy.type == socket.SOCK_STREAM else None
+def _is_local(descriptor: int, address: str, port: int) -> bool:
+    """Return whether a socket has a local address; a server that listens on all addresses accepts on each of them."""
+    with socket.socket(fileno=os.dup(descriptor)) as copy:
+        if copy.type != socket.SOCK_STREAM or copy.family not in {socket.AF_INET, socket.AF_INET6}:
+            return False
+        own: tuple[str, int] = copy.getsockname()[:2]
+    return own[1] == port and (address in _ALL_ADDRESSES or own[0] == address)
 
 
 def _leave_to_parent() -> None:
+    seconds = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(None)  # it would make sockets non-blocking that this process shares with its parent
     for inherited in list(_inherited):
         with suppress(Exception):
             inherited.leave_to_parent()
+    _inherited.clear()
+    socket.setdefaulttimeout(seconds)
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)

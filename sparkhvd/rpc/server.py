@@ -13,7 +13,7 @@ from typing import Protocol
 
 from sparkhvd import _core
 from sparkhvd._util.closable import Closable
-from sparkhvd._util.forks import close_copies, close_in_children
+from sparkhvd._util.forks import close_copies, close_in_children, keep_in_children
 from sparkhvd.errors import DeadlineExceededError, SparkHvdError
 from sparkhvd.rpc.fields import MessageError
 from sparkhvd.rpc.frames import error_of, is_host_unreachable, translated
@@ -96,6 +96,7 @@ class Server(Closable):
     def close(self) -> None:
         """Stop serving, end all connections and join the threads. Calling it again does nothing."""
         self._core.close(_LAST_ANSWER_SECONDS)  # responses in progress are still sent
+        keep_in_children(self)
         with self._lock:
             threads, self._threads = self._threads, []
         for thread in threads:

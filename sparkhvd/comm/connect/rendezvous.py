@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from sparkhvd import _core
 from sparkhvd._util.closable import Closable
-from sparkhvd._util.forks import close_copies, close_in_children
+from sparkhvd._util.forks import close_copies, close_in_children, keep_in_children
 from sparkhvd.comm.failures import translated
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import DeadlineExceededError, NotInitializedError
@@ -70,6 +70,7 @@ class RendezvousServer(Closable):
         if server is not None:
             with translated():
                 server.close()
+            keep_in_children(self)
 
     def leave_to_parent(self) -> None:
         """Close a forked child's copies of the connections."""

@@ -10,11 +10,12 @@ from contextlib import closing, suppress
 
 import pytest
 
-from sparkhvd.comm.connect.rendezvous import RendezvousClient
+from sparkhvd.comm.connect.rendezvous import RendezvousClient, RendezvousServer
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import PeerLostError
 from sparkhvd.rpc.client import connect
-from sparkhvd.rpc.messages import Flush
+from sparkhvd.rpc.messages import Acknowledged, Flush
+from sparkhvd.rpc.server import Server
 
 _SECRET = b"s" * 32
 # Serves, forks a child after the first connections, and prints the child's id.
@@ -28,7 +29,7 @@ class Handler:
     def handle(self, message):
         return Acknowledged()
 
-server, rendezvous = Server(b"s" * 32, Handler()), RendezvousServer(b"s" * 32)
+server, rendezvous = Server(b"s" * 32, Handler(), sys.argv[1]), RendezvousServer(b"s" * 32, sys.argv[1])
 print(server.port, rendezvous.port, flush=True)
 sys.stdin.readline()
 if os.fork() == 0:
@@ -73,8 +74,9 @@ def start():
         process.communicate()
 
 
-def test_peers_of_servers_notice_the_death_of_a_process_with_a_forked_child(start):
-    process = start(_SERVERS)
+@pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0", "::"])
+def test_peers_of_servers_notice_the_death_of_a_process_with_a_forked_child(start, address):
+    process = start(_SERVERS, address)
     port, rendezvous_port = map(int, process.stdout.readline().split())
     deadline = Deadline.after(30)
     with (
@@ -106,3 +108,40 @@ def test_a_host_process_notices_the_death_of_a_launcher_with_a_forked_child(star
         time.sleep(0.02)
     assert (tmp_path / "ended").exists()
     os.kill(child, 0)
+
+
+def in_child(function):
+    """Run a function in a forked child, and return the exit status of the child."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            status = function()
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+class Handler:
+    def handle(self, message):
+        return Acknowledged()
+
+
+def test_a_forked_child_leaves_other_sockets_as_they_are():
+    ours, theirs = socket.socketpair()
+    with ours, theirs, closing(Server(_SECRET, Handler())):
+        socket.setdefaulttimeout(7.0)
+        try:
+            assert in_child(lambda: int(socket.getdefaulttimeout() != 7.0)) == 0
+        finally:
+            socket.setdefaulttimeout(None)
+        assert os.get_blocking(ours.fileno())
+
+
+@pytest.mark.parametrize("kind", [lambda: Server(_SECRET, Handler()), lambda: RendezvousServer(_SECRET)])
+def test_a_forked_child_keeps_a_socket_that_has_the_port_of_a_closed_server(kind):
+    server = kind()
+    port = server.port
+    server.close()
+    with socket.create_server(("127.0.0.1", port)) as listener:
+        assert in_child(lambda: listener.getsockname()[1] - port) == 0
