@@ -14,6 +14,7 @@ from functools import partial
 
 import pytest
 
+from sparkhvd._util.process_identity import machine_id, process_start
 from sparkhvd.errors import StoreError
 from sparkhvd.estimators.models import folder_lease, saved_folder
 from sparkhvd.store import LocalStore
@@ -268,21 +269,58 @@ def test_a_writer_whose_lease_was_taken_over_keeps_the_other_object(store):
     assert len(store.list("thing")) == len(FILES) + 1
 
 
-def announce(store, machine):
-    """Publish the file of a writer on another machine."""
-    store.publish("thing/-writer-0", json.dumps({"machine": machine, "pid": 1, "started": "1"}).encode())
+class Interleaved:
+    """A Store that calls a function after its first read, and another before its first deletion."""
+
+    def __init__(self, store, after_read, before_deletion):
+        self.store, self.after_read, self.before_deletion = store, [after_read], [before_deletion]
+
+    def __getattr__(self, name):
+        return getattr(self.store, name)
+
+    @contextmanager
+    def open(self, path, mode):
+        with self.store.open(path, mode) as file:
+            yield file
+        if mode == "rb" and self.after_read:
+            self.after_read.pop()()
+
+    def delete(self, path):
+        if self.before_deletion:
+            self.before_deletion.pop()()
+        self.store.delete(path)
 
 
 @pytest.mark.parametrize("store", ["file"], indirect=True)
-def test_a_writer_on_another_machine_is_presumed_dead_once_it_is_silent(store, monkeypatch):
+def test_a_writer_that_withdraws_and_announces_itself_again_keeps_its_lease(store):
+    lease = folder_lease.FolderLease(store, "thing")
+    lease.acquire(waits=True)
+    other = folder_lease.FolderLease(Interleaved(store, lease.release, partial(lease.acquire, waits=True)), "thing")
+    with pytest.raises(StoreError, match=r"Another writer saves an object to .*/thing\."):
+        other.acquire(waits=False)
+    lease.check()
+    lease.release()
+    assert store.list("thing") == []
+
+
+@pytest.mark.parametrize("store", ["file"], indirect=True)
+@pytest.mark.parametrize("machine", ["another", machine_id()], ids=["another machine", "this machine"])
+def test_a_writer_is_presumed_dead_once_it_is_silent(store, monkeypatch, machine):
     saved_folder.write_new(store, "thing", writing("0"))
-    announce(store, "another")
+    writer = {"machine": machine, "pid": os.getppid(), "started": process_start(os.getppid())}
+    store.publish("thing/-writer-0", json.dumps(writer).encode())
     monkeypatch.setattr(folder_lease, "_WAIT_SECONDS", 0.1)
     with pytest.raises(StoreError, match=r"Another writer saves an object to .*/thing\."):
         saved_folder.overwrite(store, "thing", writing("1"))
     assert found(store) == "0"
+    limit = folder_lease.SILENT_SECONDS
     monkeypatch.setattr(folder_lease, "SILENT_SECONDS", 1.0)
     monkeypatch.setattr(folder_lease, "_WAIT_SECONDS", 60.0)
-    saved_folder.overwrite(store, "thing", writing("1"))
+
+    def write(store, folder):
+        monkeypatch.setattr(folder_lease, "SILENT_SECONDS", limit)  # for this writer
+        return writing("1")(store, folder)
+
+    saved_folder.overwrite(store, "thing", write)
     assert found(store) == "1"
     assert len(store.list("thing")) == len(FILES) + 1

@@ -1,12 +1,12 @@
 """The lease of a saved object's folder: its writers take turns.
 
-A writer announces itself with a file of its own, ``-writer-<name>``, and then looks for the files of others. If two
-writers announce themselves at the same time, at least one of them sees the other. A writer holds the folder once it
-sees no other writer; until then, only the one with the smallest name stays announced, and the others withdraw.
+A writer announces itself with a new file, ``-writer-<name>``, and then looks for the files of others. If two writers
+announce themselves at the same time, at least one of them sees the other. A writer holds the folder once it sees no
+other writer; until then, only the one with the smallest name stays announced, and the others withdraw.
 
-The holder rewrites its file regularly. A writer on the same machine is dead if its process has ended; a writer on
-another machine is presumed dead if its file does not change for ``SILENT_SECONDS``, which is longer than any operation
-on a Store may take. A holder that could not rewrite its file for that long ends.
+The holder rewrites its file regularly. A writer on the same machine is dead if its process has ended. Any writer is
+presumed dead if its file does not change for ``SILENT_SECONDS``, which is longer than any operation on a Store may
+take. A holder that could not rewrite its file for that long ends.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _RENEW_SECONDS = 10.0
 _WAIT_SECONDS = 900.0  # for other writers, which may write large models
 _POLL_SECONDS = 0.5
 _WRITER = "-writer-"
-_active_writers: set[str] = set()  # the names of the writers of this process
+_active_writers: set[str] = set()  # the files of the writers of this process
 
 
 class FolderLease:
@@ -44,8 +44,8 @@ class FolderLease:
     def __init__(self, store: Store, folder: str) -> None:
         self.store = store
         self._folder = folder
-        self._name = f"{time.time_ns():020d}-{uuid.uuid4().hex}"  # writers that begin earlier have smaller names
-        self._path = f"{folder}/{_WRITER}{self._name}"
+        self._began = f"{time.time_ns():020d}"  # writers that begin earlier have smaller names
+        self._path = ""  # the file of this writer; empty unless it is announced
         self._renewed = 0.0
         self._seen: dict[str, tuple[bytes, float]] = {}  # the files of other writers, and since when they are unchanged
 
@@ -60,35 +60,40 @@ class FolderLease:
     def renew(self) -> None:
         """Show other machines that this writer is alive."""
         self.check()
-        self._announce()
+        self._write()
 
     def release(self) -> None:
         """Let the next writer begin."""
-        _active_writers.discard(self._name)  # first, because the Store may fail
-        self.store.delete(self._path)
+        if self._path:
+            _active_writers.discard(self._path)  # first, because the Store may fail
+            self.store.delete(self._path)
+            self._path = ""
 
     def acquire(self, *, waits: bool) -> None:
         """Acquire the lease; see ``hold_folder``."""
         deadline = Deadline.after(_WAIT_SECONDS)
-        is_announced = False
         while True:
             others = self._live_writers()
             if not others:
-                if is_announced:
+                if self._path:
                     return
                 self._announce()
-                is_announced = True
                 continue
-            if is_announced and min(others) < self._path:
+            # An announced writer only waits for others to withdraw. It does not rewrite its file.
+            if self._path and (min(others) < self._path or time.monotonic() - self._renewed > _RENEW_SECONDS):
                 self.release()
-                is_announced = False
-            if deadline.expired() or not (waits or is_announced):
+            if deadline.expired() or not (waits or self._path):
                 raise occupied_error(self.store, self._folder)
             time.sleep(_POLL_SECONDS)
 
     def _announce(self) -> None:
+        # With a new name: another writer may still be removing the file with which this one has withdrawn.
+        self._path = f"{self._folder}/{_WRITER}{self._began}-{uuid.uuid4().hex}"
+        _active_writers.add(self._path)
+        self._write()
+
+    def _write(self) -> None:
         began = time.monotonic()
-        _active_writers.add(self._name)
         content = {
             "machine": machine_id(),
             "pid": os.getpid(),
@@ -107,7 +112,9 @@ class FolderLease:
             if not is_lease(path) or path == self._path:
                 continue
             content = _read(self.store, path)
-            if content is not None and self._is_alive(path, content):
+            if content is None:  # the writer has withdrawn
+                continue
+            if self._is_alive(path, content):
                 live.append(path)
             else:
                 self.store.delete(path)
@@ -121,8 +128,9 @@ class FolderLease:
             machine, pid, started = "", 0, ""
         if machine == machine_id():
             if pid == os.getpid():
-                return path.rpartition(_WRITER)[2] in _active_writers
-            return is_running(pid, started)
+                return path in _active_writers
+            if not is_running(pid, started):
+                return False
         now = time.monotonic()
         last, since = self._seen.get(path, (content, now))
         self._seen[path] = (content, since if content == last else now)
