@@ -13,6 +13,7 @@ import importlib
 import io
 import sys
 import threading
+import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
@@ -119,7 +120,7 @@ class Code:
         for used in (self._sent, self._globals):
             for module, names in used.items():
                 namespace = vars(sys.modules[module])
-                values.update({(module, name): fingerprint(namespace[name]) for name in names})
+                values.update({(module, name): _fingerprint(namespace[name]) for name in names})
         return _VERSIONS.begin_if_changed(values)
 
     def version_of(self, module: ModuleType) -> str:
@@ -253,6 +254,14 @@ class _Versions:
 
 
 _VERSIONS = _Versions()  # of the process, as the table of classes is; the lock above protects it
+
+
+def _fingerprint(value: object) -> bytes:
+    """Return the fingerprint of a value. A function whose content cannot be pickled has one as long as it exists."""
+    try:
+        return fingerprint(value)
+    except Exception:  # noqa: BLE001  methods of the value may raise anything
+        return (str(id(value)) if isinstance(value, FunctionType) else uuid.uuid4().hex).encode()
 
 
 def _is_stateless(value: object) -> bool:

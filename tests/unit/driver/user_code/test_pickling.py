@@ -3,6 +3,7 @@ from __future__ import annotations
 import functools
 import importlib
 import linecache
+import pkgutil
 import subprocess
 import sys
 import uuid
@@ -167,6 +168,12 @@ def test_a_global_that_pickles_differently_each_time_can_be_sent(training):
     contents = [dumps(training.read, importable_nowhere) for _ in range(2)]
     program = "values = [function()[0] for function in objects]; print(len(set(values)), type(values[0]).__name__)"
     assert run_in_new_process(program, *contents) == "2 UUID"
+
+
+def test_a_module_that_uses_a_library_function_that_holds_weak_references_can_be_sent(training):
+    training.counter.STEPS = pkgutil.iter_importer_modules  # of functools.singledispatch
+    content = dumps(training.read, importable_nowhere)
+    assert run_in_new_process("print(objects[0]()[0].__name__)", content) == "iter_importer_modules"
 
 
 def test_a_function_within_a_function_of_an_importable_module_does_not_import_the_module(training, tmp_path):
