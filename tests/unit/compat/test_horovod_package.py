@@ -135,6 +135,35 @@ def test_run_refuses_unsupported_arguments(horovod, arguments, kind, message):
         run(print, **arguments)
 
 
+_OVER_SSH = {"launcher": "ssh", "nics": ["eth0", "lo"], "ssh_port": 22, "ssh_identity_file": "key"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "job", "options"),
+    [
+        ({"num_proc": 2}, ("run", 2), {"launcher": "local"}),
+        ({"np": 2, "hosts": "localhost:2"}, ("run", 2), {"launcher": "local"}),
+        ({"num_proc": 2, "hosts": "a:1,b:4"}, ("run", 2), {**_OVER_SSH, "hosts": "a:1,b:4"}),
+        ({"min_num_proc": 2, "hosts": "127.0.0.1:3"}, ("run_elastic", 2, 2, 3), {"launcher": "local"}),
+        ({"max_np": 2, "hosts": "127.0.0.1:3"}, ("run_elastic", 1, None, 2), {"launcher": "local"}),
+        ({"min_np": 2, "hosts": "a:3"}, ("run_elastic", 2, 2, None), {**_OVER_SSH, "hosts": "a:3"}),
+        ({"host_discovery_script": "true"}, ("run_elastic", 1, None, None), _OVER_SSH),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:np is deprecated")
+def test_hosts_and_limits_choose_the_launcher_and_the_kind_of_job(horovod, monkeypatch, arguments, job, options):
+    from horovod.runner import run  # noqa: PLC0415
+
+    calls = []
+    for name in ("run", "run_elastic"):
+        monkeypatch.setattr(f"sparkhvd.{name}", lambda *args, name=name, **kwargs: calls.append((name, args, kwargs)))
+    run(print, network_interface="eth0,lo", ssh_port=22, ssh_identity_file="key", **arguments)
+    ((name, (_, _, _, *counts, start_timeout), keywords),) = calls
+    assert ((name, *counts), start_timeout) == (job, None)
+    passed = {key: keywords.get(key) for key in (*_OVER_SSH, "hosts")}
+    assert passed == {**dict.fromkeys(passed), **options}
+
+
 def test_sessions_of_tensorflow_1_are_refused(horovod):
     import horovod.tensorflow as hvd  # noqa: PLC0415
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import sparkhvd
 from sparkhvd.driver.elastic.discovery import DiscoveryScript
-from sparkhvd.driver.hosts import parse_hostfile, parse_hosts, take_slots
+from sparkhvd.driver.hosts import Host, parse_hostfile, parse_hosts, take_slots
 
 __all__ = ["run"]
 
@@ -57,47 +57,86 @@ def run(  # noqa: PLR0917  the arguments are Horovod's
         ValueError: arguments contradict each other.
         NotImplementedError: the arguments request mpirun.
     """
-    if slots is not None and host_discovery_script is None:
-        raise ValueError("slots is for hosts that a script prints. Set host_discovery_script, too.")
-    discovery = None if host_discovery_script is None else DiscoveryScript(host_discovery_script, slots or 1)
     min_ranks = min_np if min_num_proc is None else min_num_proc
     max_ranks = max_np if max_num_proc is None else max_num_proc
-    is_elastic = discovery is not None or min_ranks is not None or max_ranks is not None
-    if not is_elastic and (reset_limit is not None or cooldown_range is not None):
+    is_elastic = not (host_discovery_script is None and min_ranks is None and max_ranks is None)
+    _check_elastic_arguments(
+        is_elastic=is_elastic,
+        has_script=host_discovery_script is not None,
+        slots=slots,
+        changes=(reset_limit, cooldown_range),
+    )
+    _check_launcher(use_gloo=use_gloo, use_mpi=use_mpi, mpi_args=mpi_args)
+    _check_one_source(hosts=hosts, hostfile=hostfile, host_discovery_script=host_discovery_script)
+    discovery = None if host_discovery_script is None else DiscoveryScript(host_discovery_script, slots or 1)
+    if np is not None:
+        warnings.warn("np is deprecated; pass num_proc.", DeprecationWarning, stacklevel=2)
+        num_proc = np if num_proc == 1 else num_proc
+    num_proc = max(num_proc, min_ranks or 1)
+    listed_hosts = _listed_hosts(hosts, hostfile)
+    if listed_hosts:
+        take_slots(listed_hosts, num_proc)  # refuses more ranks than slots
+    uses_ssh = discovery is not None or not _are_here(listed_hosts)
+    launch_options: dict[str, Any] = {
+        "verbose": 2 if verbose else 1,
+        "executable": executable,
+        "output_filename": output_filename,
+        "launcher": "local",
+    }
+    if uses_ssh:
+        launch_options |= {
+            "launcher": "ssh",
+            "hosts": ",".join(host.text for host in listed_hosts) or None,
+            "nics": network_interface.split(",") if network_interface else network_interfaces,
+            "ssh_port": ssh_port,
+            "ssh_identity_file": ssh_identity_file,
+        }
+    if not is_elastic:
+        return sparkhvd.run(func, args, kwargs, num_proc, start_timeout, **launch_options)
+    if not uses_ssh:
+        max_ranks = _within_slots(max_ranks, listed_hosts)
+    elastic_options = {"reset_limit": reset_limit, "cooldown_range": cooldown_range, "discovery": discovery}
+    return sparkhvd.run_elastic(
+        func, args, kwargs, num_proc, min_ranks, max_ranks, start_timeout, **elastic_options, **launch_options
+    )
+
+
+def _check_elastic_arguments(*, is_elastic: bool, has_script: bool, slots: int | None, changes: Sequence[Any]) -> None:
+    """Check that arguments of elastic jobs are passed only for elastic jobs."""
+    if slots is not None and not has_script:
+        raise ValueError("slots is for hosts that a script prints. Set host_discovery_script, too.")
+    if not is_elastic and any(argument is not None for argument in changes):
         raise ValueError("reset_limit and cooldown_range are for elastic jobs. Set min_num_proc or max_num_proc, too.")
+
+
+def _check_launcher(*, use_gloo: bool | None, use_mpi: bool | None, mpi_args: str | None) -> None:
     if use_gloo and use_mpi:
         raise ValueError("use_gloo and use_mpi are both set. Leave both out.")
     if use_mpi or mpi_args:
         raise NotImplementedError(
             "horovod.run does not start mpirun here. Leave out use_mpi and mpi_args, or run `horovodrun --mpi`."
         )
-    sources = {"hosts": hosts, "hostfile": hostfile, "host_discovery_script": host_discovery_script}
+
+
+def _check_one_source(**sources: str | None) -> None:
+    """Check that at most one argument says where the ranks run."""
     if len(names := [name for name, value in sources.items() if value is not None]) > 1:
         raise ValueError(f"{' and '.join(names)} are both set. Pass one of them.")
-    if np is not None:
-        warnings.warn("np is deprecated; pass num_proc.", DeprecationWarning, stacklevel=2)
-        num_proc = np if num_proc == 1 else num_proc
-    all_hosts = parse_hostfile(Path(hostfile).read_text()) if hostfile else parse_hosts(hosts) if hosts else ()
-    on_hosts = discovery is not None or any(host.name not in _THIS_HOST for host in all_hosts)
-    num_proc = max(num_proc, min_ranks or 1)
-    if all_hosts:
-        take_slots(all_hosts, num_proc)  # refuses more ranks than slots
-    if is_elastic and all_hosts and not on_hosts:
-        max_ranks = min(max_ranks or sys.maxsize, sum(host.slots for host in all_hosts))
-    nics = network_interface.split(",") if network_interface else network_interfaces
-    launch_options: dict[str, Any] = {
-        "verbose": 2 if verbose else 1,
-        "nics": nics if on_hosts else None,
-        "executable": executable,
-        "launcher": "ssh" if on_hosts else "local",
-        "hosts": ",".join(host.text for host in all_hosts) if on_hosts and all_hosts else None,
-        "ssh_port": ssh_port if on_hosts else None,
-        "ssh_identity_file": ssh_identity_file if on_hosts else None,
-        "output_filename": output_filename,
-    }
-    if not is_elastic:
-        return sparkhvd.run(func, args, kwargs, num_proc, start_timeout, **launch_options)
-    elastic_options = {"reset_limit": reset_limit, "cooldown_range": cooldown_range, "discovery": discovery}
-    return sparkhvd.run_elastic(
-        func, args, kwargs, num_proc, min_ranks, max_ranks, start_timeout, **elastic_options, **launch_options
-    )
+
+
+def _listed_hosts(hosts: str | None, hostfile: str | None) -> tuple[Host, ...]:
+    if hostfile:
+        return parse_hostfile(Path(hostfile).read_text())
+    return parse_hosts(hosts) if hosts else ()
+
+
+def _are_here(hosts: Sequence[Host]) -> bool:
+    """Return whether all hosts are names of this machine."""
+    return all(host.name in _THIS_HOST for host in hosts)
+
+
+def _within_slots(max_ranks: int | None, hosts: Sequence[Host]) -> int | None:
+    """Return the largest number of ranks, at most one per slot of the listed hosts."""
+    if not hosts:
+        return max_ranks
+    return min(max_ranks or sys.maxsize, sum(host.slots for host in hosts))
