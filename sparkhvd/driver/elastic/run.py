@@ -15,7 +15,7 @@ from sparkhvd._util.addresses import LOOPBACK
 from sparkhvd._util.counts import is_count, plain_count
 from sparkhvd._util.short_tracebacks import brief_errors
 from sparkhvd.comm.connect.commit_folder import CommitFolder
-from sparkhvd.config import changed_environment, warn_ignored_variables
+from sparkhvd.config import Config, changed_environment, warn_ignored_variables
 from sparkhvd.data.spark.settings import with_spark_credentials
 from sparkhvd.driver.arguments import RunOptions, check_options, check_seconds, checked_environment
 from sparkhvd.driver.elastic.controller import Controller
@@ -277,9 +277,7 @@ def run_elastic_with(  # noqa: PLR0917
     check_options(options, elastic.launcher)
     changes = checked_environment(options.env)
     environment = changed_environment(changes)
-    config = options.config(environment)
-    if config.host_timeout is None:
-        config = replace(config, host_timeout=_HOST_SECONDS)
+    config = _with_host_timeout(options.config(environment))
     limits, cooldown = check_limits(elastic, config.start_timeout)
     warn_ignored_variables(environment)
     if config.encrypt and elastic.launcher != "local":
@@ -307,14 +305,22 @@ def run_elastic_with(  # noqa: PLR0917
         stack.callback(workers.close)
         if elastic.discovery is not None:
             stack.callback(DiscoveryThread(elastic.discovery, inbox).close)
-        elif elastic.hosts:
-            inbox.put(Offered({host.name: host.slots for host in elastic.hosts}))
-        elif spark is None:
-            inbox.put(Offered({own_host(): max_ranks}))
+        elif spark is None:  # on Spark, the executors offer slots
+            inbox.put(Offered(_fixed_slots(elastic.hosts, max_ranks)))
         contents = Controller(limits, cooldown, workers, membership, inbox).run()
     if job.commits is not None:
         _delete_commits(job.commits)
     return unpickled(contents)
+
+
+def _with_host_timeout(config: Config) -> Config:
+    """Return the settings with the ``host_timeout`` of elastic jobs as the default."""
+    return config if config.host_timeout is not None else replace(config, host_timeout=_HOST_SECONDS)
+
+
+def _fixed_slots(hosts: Sequence[Host], max_ranks: int) -> dict[str, int]:
+    """Return the slots by host of a job without discovery; without hosts, they are on this machine."""
+    return {host.name: host.slots for host in hosts} if hosts else {own_host(): max_ranks}
 
 
 def _elastic_job(job: Job, elastic: ElasticOptions, spark: SparkSession | None) -> Job:
@@ -363,6 +369,27 @@ def check_limits(elastic: ElasticOptions, start_timeout: float) -> tuple[Limits,
         ConfigError: a limit has a value that cannot work, or the limits contradict each other.
         SlotsError: the hosts have too few slots.
     """
+    _check_counts(elastic)
+    if not isinstance(elastic.commit_interval, int | float) or not 0 <= elastic.commit_interval < float("inf"):
+        raise ConfigError(f"commit_interval must be a number of seconds, at least 0, got {elastic.commit_interval!r}.")
+    if elastic.elastic_timeout is not None:
+        check_seconds("elastic_timeout", elastic.elastic_timeout)
+    smallest, num_proc, largest = _sizes(elastic)
+    timeout = DEFAULT_ELASTIC_TIMEOUT if elastic.elastic_timeout is None else float(elastic.elastic_timeout)
+    limits = Limits(
+        num_proc,
+        smallest,
+        largest,
+        start_timeout,
+        timeout,
+        reset_limit=plain_count(elastic.reset_limit),
+        max_restarts=_max_restarts(elastic),
+        max_same_errors=plain_count(elastic.max_same_errors) or MAX_SAME_ERRORS,
+    )
+    return limits, _cooldown(elastic.cooldown_range)
+
+
+def _check_counts(elastic: ElasticOptions) -> None:
     minimums = {
         "num_proc": 1,
         "min_num_proc": 1,
@@ -375,6 +402,15 @@ def check_limits(elastic: ElasticOptions, start_timeout: float) -> tuple[Limits,
         value = getattr(elastic, name)
         if value is not None and not is_count(value, number):
             raise ConfigError(f"{name} must be an integer of at least {number}, got {value!r}.")
+
+
+def _sizes(elastic: ElasticOptions) -> tuple[int, int, int | None]:
+    """Return the smallest number of ranks, the number at the start, and the largest; None leaves it to the discovery.
+
+    Raises:
+        ConfigError: there is no number, or they contradict each other.
+        SlotsError: the hosts have too few slots.
+    """
     num_proc = plain_count(elastic.num_proc or elastic.min_num_proc or elastic.max_num_proc)
     if num_proc is None:
         raise ConfigError("An elastic job needs a number of ranks. Pass num_proc, min_num_proc or max_num_proc.")
@@ -389,25 +425,14 @@ def check_limits(elastic: ElasticOptions, start_timeout: float) -> tuple[Limits,
         raise ConfigError(
             f"min_num_proc={smallest}, num_proc={num_proc} and max_num_proc={largest} must not decrease in this order."
         )
-    if not isinstance(elastic.commit_interval, int | float) or not 0 <= elastic.commit_interval < float("inf"):
-        raise ConfigError(f"commit_interval must be a number of seconds, at least 0, got {elastic.commit_interval!r}.")
-    if elastic.elastic_timeout is not None:
-        check_seconds("elastic_timeout", elastic.elastic_timeout)
-    timeout = DEFAULT_ELASTIC_TIMEOUT if elastic.elastic_timeout is None else float(elastic.elastic_timeout)
-    cooldown = _cooldown(elastic.cooldown_range)
-    default_restarts = 0 if elastic.store is None else _RESTARTS_WITH_STORE
-    restarts = default_restarts if elastic.max_restarts is None else plain_count(elastic.max_restarts) or 0
-    limits = Limits(
-        num_proc,
-        smallest,
-        largest,
-        start_timeout,
-        timeout,
-        reset_limit=plain_count(elastic.reset_limit),
-        max_restarts=restarts,
-        max_same_errors=plain_count(elastic.max_same_errors) or MAX_SAME_ERRORS,
-    )
-    return limits, cooldown
+    return smallest, num_proc, largest
+
+
+def _max_restarts(elastic: ElasticOptions) -> int:
+    """Return how many times the job may start again with new ranks; by default only with a Store, which has a state."""
+    if elastic.max_restarts is None:
+        return 0 if elastic.store is None else _RESTARTS_WITH_STORE
+    return plain_count(elastic.max_restarts) or 0
 
 
 def _cooldown(seconds: tuple[float, float] | None) -> Cooldown:
