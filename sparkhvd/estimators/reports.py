@@ -109,7 +109,8 @@ class StepReport:
         sums: this rank's metrics of the epoch so far, as in ``EpochReport.train``, without those in ``metrics``.
         rank_state: returns this rank's own state that a resumed run needs, such as the state of random numbers; called
             after ``synchronize``.
-        whole: whether the trainer's state is complete; False while gradients accumulate over several batches.
+        allows_checkpoint: whether the trainer's state is complete after this step; False, for example, while gradients
+            accumulate over several batches.
         synchronize: synchronizes the state that each rank updates on its own, such as running statistics; a
             collective, called before a checkpoint within the epoch.
         metrics: returns this rank's state of the metrics that ``sums`` lacks, including the states that it took over
@@ -126,7 +127,7 @@ class StepReport:
     loss: float | None
     sums: Callable[[], Mapping[str, tuple[float, int]]]
     rank_state: Callable[[], bytes]
-    whole: bool = True
+    allows_checkpoint: bool = True
     synchronize: Callable[[], None] = _do_nothing
     metrics: Callable[[], bytes] = _no_state
     wants_end: bool = False

@@ -282,7 +282,7 @@ class EpochEndCallback(keras.callbacks.Callback):  # type: ignore[misc]
             loss,
             sums,
             self._begin.rank_state,
-            whole=self._ends_optimizer_step(),
+            allows_checkpoint=self._ends_optimizer_step(),
             synchronize=lambda: self._begin.equalize_until_taken(batch),
             metrics=metrics,
             wants_end=self._wants_end,

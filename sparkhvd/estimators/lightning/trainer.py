@@ -517,7 +517,9 @@ class RunCallback:
             feed.loss,
             lambda: {"loss": feed.sums.get("train", (0.0, 0))},
             lambda: rank_state(strategy.root_device, strategy.own_buffers),
-            whole=stepped and not validates_after(trainer, self._batches) and not self._ends_at_this_batch(),
+            allows_checkpoint=stepped
+            and not validates_after(trainer, self._batches)
+            and not self._ends_at_this_batch(),
             synchronize=strategy.synchronize_state_within_epoch,
             metrics=lambda: feed.values.state(trainer, feed.sums.get("validation", (0.0, 0))),
         )

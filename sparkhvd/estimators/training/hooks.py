@@ -81,7 +81,7 @@ class RunHooks:
             self.resume = with_final_state(self.resume, store, run_id, communicator)
         self._end_digest: bytes | None = None  # digest of the last checkpoint's state, after the last epoch
         # In the current epoch, the last reported step and the last step that allowed a checkpoint.
-        self._last_step = self._last_whole = self.resume.first_step
+        self._last_step = self._last_allowed = self.resume.first_step
         self._step_sums: dict[str, tuple[float, float]] | None = None  # the totals at the step whose update has begun
         self._best: tuple[int, bytes] | None = None  # epoch and state, without a Store, on rank 0
         self._warned = False
@@ -152,10 +152,10 @@ class RunHooks:
         if rank == 0 and _is_due(spec.log_every_n_steps, report, self._last_step):
             logger.info("%s%s", where, "" if report.loss is None else f"  loss {report.loss:.4g}")
         self._last_step = report.step
-        if not report.whole:
+        if not report.allows_checkpoint:
             return
-        due = report.step < report.steps and _is_due(spec.checkpoints.every_steps, report, self._last_whole)
-        self._last_whole = report.step
+        due = report.step < report.steps and _is_due(spec.checkpoints.every_steps, report, self._last_allowed)
+        self._last_allowed = report.step
         saves = due and self._fence is not None
         commits = self._commits is not None and self._commits.is_due() and report.step < report.steps
         self._complete_step(report)
@@ -195,7 +195,7 @@ class RunHooks:
         record = average_over_ranks(report, self._communicator, self.resume.earlier_sums(report.epoch))
         record = replace(record, sizes=self._sizes(report.epoch))
         self.history.append(record)
-        self._last_step = self._last_whole = 0
+        self._last_step = self._last_allowed = 0
         # rows_per_second is 0 if no step returned a loss, which is possible with user-defined steps.
         loss = record.train.get("loss") if record.rows_per_second else None
         self._check_loss(loss, f"epoch {record.epoch + 1} of {self._spec.epochs}")

@@ -33,7 +33,7 @@ class Interrupting(Hooks):
     def on_step_end(self, report, trainer):
         super().on_step_end(report, trainer)
         if (report.epoch, report.step) == (1, 6):
-            assert report.whole
+            assert report.allows_checkpoint
             state = trainer.state() if session.current().world.rank == 0 else None
             self.found = state, report.rank_state()
             raise InterruptedError
@@ -81,10 +81,12 @@ def interrupted(kind, passes, by_others):
     if by_others:
         rows_left, hooks = begun_by_others(6)
     resumed = flat(fitted(kind, hooks, rows_left, state, **more)._package.model)
-    steps = [(report.epoch, report.step, report.whole) for report in hooks.steps]
+    steps = [(report.epoch, report.step, report.allows_checkpoint) for report in hooks.steps]
     before = {1: 6} if by_others else {}
     assert steps == [
-        (r.epoch, r.step - before.get(r.epoch, 0), r.whole) for r in undisturbed.steps if (r.epoch, r.step) > (1, 6)
+        (r.epoch, r.step - before.get(r.epoch, 0), r.allows_checkpoint)
+        for r in undisturbed.steps
+        if (r.epoch, r.step) > (1, 6)
     ]
     assert [report.steps for report in hooks.reports] == [len(LONGER) - 6, len(LONGER)], "only timed steps count"
     one, other = (average_over_ranks(each.reports[-1], session.current()) for each in (hooks, undisturbed))
@@ -279,11 +281,11 @@ def test_another_number_of_ranks_may_resume_where_lightning_would_validate(group
     assert group.run(continued_where_lightning_would_validate, done) == [wanted] * SIZE
 
 
-def whole_steps(kind, arguments):
+def checkpoint_steps(kind, arguments):
     """Return the steps, in two epochs of seven steps, after which a checkpoint would be complete."""
     rank, hooks = session.current().world.rank, Hooks()
     trainer_of(module(kind), 2, trainer_args=arguments).fit(source(SOME_EMPTY, rank), source(SOME_EMPTY, rank), hooks)
-    return [(report.epoch, report.step) for report in hooks.steps if report.whole]
+    return [(report.epoch, report.step) for report in hooks.steps if report.allows_checkpoint]
 
 
 @pytest.mark.parametrize(
@@ -298,7 +300,7 @@ def whole_steps(kind, arguments):
 )
 def test_no_checkpoint_is_made_before_a_validation_or_the_end_or_between_steps(group, kind, arguments, first, second):
     wanted = [*((0, step) for step in first), *((1, step) for step in second)]
-    assert group.run(whole_steps, kind, arguments) == [wanted] * SIZE
+    assert group.run(checkpoint_steps, kind, arguments) == [wanted] * SIZE
 
 
 def kept_with_an_object():
