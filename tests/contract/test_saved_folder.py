@@ -9,7 +9,7 @@ import resource
 import signal
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 
 import pytest
@@ -213,42 +213,45 @@ def test_a_reader_beside_a_writer_reads_one_whole_object(store, when):
     assert saved_folder.read(store, "thing", "Thing", load) == ("1", ["1"] * len(FILES))
 
 
-WRITER = """
-import json, sys
+WRITERS = """
+import json, multiprocessing, sys
 from sparkhvd.estimators.models import saved_folder
 from sparkhvd.store import Store
 from tests.contract.test_saved_folder import writing
 
-url, options, text, count = json.loads(sys.argv[1])
+url, options, count = json.loads(sys.argv[1])
 store = Store.create(url, **options)
-store.list("")
-print("ready", flush=True)
-sys.stdin.readline()
-for number in range(count):
-    saved_folder.overwrite(store, "thing", writing(f"{text} {number}"))
+if hasattr(store, "_class"):
+    store._class()  # imports the Store's client once, before the processes fork
+
+def replace(writer, begin):
+    store.list("")
+    begin.wait(200)
+    for number in range(2):
+        saved_folder.overwrite(store, "thing", writing(f"{writer}{number}"))
+
+context = multiprocessing.get_context("fork")
+begin = context.Barrier(count)
+writers = [context.Process(target=replace, args=(writer, begin)) for writer in range(count)]
+for writer in writers:
+    writer.start()
+for writer in writers:
+    writer.join()
+sys.exit(any(writer.exitcode for writer in writers))
 """
 
 
 def test_processes_that_replace_one_object_at_the_same_time_take_turns(store):
     options = {} if store.storage_options is None else {"storage_options": dict(store.storage_options)}
-    writers = [
-        subprocess.Popen(
-            [sys.executable, "-c", WRITER, json.dumps([store.url, options, f"writer {number}", 2])],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for number in range(3)
-    ]
-    for writer in writers:
-        assert writer.stdout.readline() == "ready\n"
-    for writer in writers:
-        writer.stdin.write("\n")
-        writer.stdin.flush()
-    for writer in writers:
-        writer.communicate(timeout=250)
-    assert [writer.returncode for writer in writers] == [0, 0, 0]
-    assert found(store) in {f"writer {number} 1" for number in range(3)}
+    command = [sys.executable, "-c", WRITERS, json.dumps([store.url, options, 3])]
+    writers = subprocess.Popen(command, start_new_session=True)
+    try:
+        assert writers.wait(timeout=250) == 0
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(writers.pid, signal.SIGKILL)
+        writers.wait()
+    assert found(store) in {f"{writer}1" for writer in range(3)}
     assert sorted(store.list("thing")) == sorted(f"thing/{name}" for name in (*FILES, saved_folder.METADATA))
 
 
