@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,36 @@ def test_elastic_states_are_in_the_common_module():
     finally:
         sparkhvd.torch.shutdown()
     assert issubclass(elastic.ObjectState, elastic.State)
+
+
+@pytest.mark.parametrize("module", ["torch", "tensorflow"])
+def test_run_fn_is_in_the_elastic_module_of_the_framework(module):
+    from horovod.common.elastic import run_fn  # noqa: PLC0415
+
+    elastic = import_module(f"horovod.{module}.elastic")
+    assert elastic.run_fn is run_fn
+    assert "run_fn" in elastic.__all__
+
+
+def test_the_autograd_functions_of_pytorch_are_the_collectives():
+    import torch  # noqa: PLC0415
+    from horovod.torch import mpi_ops as hvd  # noqa: PLC0415
+
+    hvd.init()
+    try:
+        everyone, tensor = hvd.global_process_set, torch.arange(2.0, requires_grad=True)
+        results = [
+            hvd.HorovodAllreduce.apply(tensor, None, "x", hvd.Sum, 3.0, 1.0, everyone),
+            hvd.HorovodAllgather.apply(tensor, "x", everyone),
+            hvd.HorovodBroadcast.apply(tensor, 0, "x", everyone),
+            hvd.HorovodAlltoall.apply(tensor, None, "x", everyone),
+            hvd.HorovodReducescatter.apply(tensor, "x", hvd.Sum, everyone, 3.0, 1.0),
+        ]
+        sum(results).sum().backward()
+    finally:
+        hvd.shutdown()
+    assert [result.tolist() for result in results] == [[0, 3], [0, 1], [0, 1], [0, 1], [0, 3]]
+    assert tensor.grad.tolist() == [9, 9]
 
 
 def test_batch_normalization_of_tensorflow_has_a_module():

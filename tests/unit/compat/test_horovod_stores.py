@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from operator import attrgetter
 from pathlib import Path
 
 import pyarrow as pa
@@ -112,3 +113,19 @@ def test_paths_of_databricks_are_normalized(stores):
     assert not stores.DBFSLocalStore.matches_dbfs("dbfs://a/b")
     with pytest.raises(ValueError, match=r"'/a/b' is not on Databricks' file system\. Pass /dbfs/"):
         stores.DBFSLocalStore.normalize_path("/a/b")
+
+
+@pytest.mark.parametrize("class_name", ["Store.create", "FilesystemStore", "LocalStore"])
+def test_the_name_of_checkpoints_is_ignored_with_a_warning(stores, tmp_path, caplog, class_name):
+    store = attrgetter(class_name)(stores)(str(tmp_path), save_runs=False, checkpoint_filename="best.h5")
+    assert isinstance(store, stores.LocalStore)
+    assert not store.saving_runs()
+    assert caplog.messages == ["LocalStore ignores checkpoint_filename='best.h5': checkpoints are named by epoch."]
+
+
+def test_the_name_of_checkpoints_is_ignored_on_hdfs(stores, caplog):
+    store = stores.HDFSStore("hdfs://namenode/folder", checkpoint_filename="best.h5")
+    assert pickle.loads(pickle.dumps(store)).url == store.url
+    assert [message.partition(":")[0] for message in caplog.messages] == [
+        "HDFSStore ignores checkpoint_filename='best.h5'"
+    ]

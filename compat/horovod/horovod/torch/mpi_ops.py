@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import sparkhvd.torch as _hvd
-from horovod._signatures import with_scope
+from horovod._signatures import with_parameters, with_scope
 from sparkhvd.comm import interface
 from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.comm.interface import *  # noqa: F403  its __all__ lists the names
@@ -97,6 +97,38 @@ def _with_int32(result: Any) -> Any:
         return result
     content, received = result
     return content, received.to(torch.int32)
+
+
+class HorovodAllreduce:
+    """Horovod's autograd function of allreduces, for programs that call its ``apply``."""
+
+    apply = staticmethod(
+        with_parameters("tensor average name op prescale_factor postscale_factor process_set", allreduce)
+    )
+
+
+class HorovodAllgather:
+    """Horovod's autograd function of allgathers."""
+
+    apply = staticmethod(allgather)
+
+
+class HorovodBroadcast:
+    """Horovod's autograd function of broadcasts."""
+
+    apply = staticmethod(broadcast)
+
+
+class HorovodAlltoall:
+    """Horovod's autograd function of alltoalls."""
+
+    apply = staticmethod(alltoall)
+
+
+class HorovodReducescatter:
+    """Horovod's autograd function of reduce-scatters."""
+
+    apply = staticmethod(with_parameters("tensor name op process_set prescale_factor postscale_factor", reducescatter))
 
 
 def join(device: int = -1) -> int:

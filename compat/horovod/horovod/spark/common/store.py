@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -17,11 +18,22 @@ from sparkhvd.store.registry import backend_of, scheme_of
 
 __all__ = ["AbstractFilesystemStore", "DBFSLocalStore", "FilesystemStore", "HDFSStore", "LocalStore", "Store"]
 
+logger = logging.getLogger("horovod")
+
 _DBFS_PREFIXES = ("dbfs:/", "/dbfs/", "file:///dbfs/", "file:/dbfs/")
 
 
 class Store(_stores.Store):
     """See ``sparkhvd.store.Store``. Where that has paths in the Store, Horovod's methods also take full paths."""
+
+    def __init__(self, *args: Any, checkpoint_filename: str | None = None, **options: Any) -> None:
+        if checkpoint_filename is not None:
+            logger.warning(
+                "%s ignores checkpoint_filename=%r: checkpoints are named by epoch.",
+                type(self).__name__,
+                checkpoint_filename,
+            )
+        super().__init__(*args, **options)
 
     @staticmethod
     def create(prefix_path: str, *args: Any, **options: Any) -> Any:  # type: ignore[override]  # Horovod's name

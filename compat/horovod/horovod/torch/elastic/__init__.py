@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-from horovod.torch.elastic.sampler import ElasticSampler
-from sparkhvd.torch.elastic import (
-    HorovodInternalError,
-    HostsUpdatedInterrupt,
-    ObjectState,
-    State,
-    TorchState,
-    run,
-)
+from horovod.common.elastic import run_fn
+from horovod.torch.elastic import sampler
+from sparkhvd.torch import elastic as _elastic
+from sparkhvd.torch.elastic import *  # noqa: F403  its __all__ lists the names
 
-__all__ = [
-    "ElasticSampler",
-    "HorovodInternalError",
-    "HostsUpdatedInterrupt",
-    "ObjectState",
-    "State",
-    "TorchState",
-    "run",
-]
+__all__ = ["run_fn"]
+__all__ += _elastic.__all__
+
+ElasticSampler = sampler.ElasticSampler  # type: ignore[misc]  # replaces sparkhvd's
