@@ -139,7 +139,7 @@ def _local_sums(values: tf.Tensor, included: tf.Tensor | None, axes: Sequence[in
 def _combined(parts: Floats) -> tuple[Floats, Floats, Floats]:
     """Return mean, variance and number of values per channel from the local sums of all ranks.
 
-    Without any value, because a mask excludes all of them, mean and variance are 0, as in Keras.
+    If a mask excludes all values, mean and variance are 0, as in Keras.
     The means and sums of squared deviations are combined by the formulas of Chan, Golub and LeVeque (1979), which keep
     their precision where the mean is much larger than the deviation.
     """

@@ -24,9 +24,9 @@ _AS_NUMPY = {torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
 def synchronize_buffers(module: torch.nn.Module, weight: float, name: str = "buffers") -> dict[str, torch.Tensor]:
     """Make the buffers of a module equal on all ranks; collective.
 
-    Running statistics become the mean over the ranks, extremes that observers for a quantization have seen the extremes
-    of all ranks, and buffers of other dtypes those of one rank: see ``comm.agreement.agree``. Buffers without an array
-    form (sparse, quantized, uninitialized) are not synchronized.
+    Running statistics become the mean over the ranks. The extremes of observers for quantization become the extremes of
+    all ranks. Buffers of other dtypes get the values of one rank, see ``comm.agreement.agree``. Buffers without an
+    array form (sparse, quantized, uninitialized) are not synchronized.
 
     Args:
         module: the model, with the same submodules on every rank.
@@ -112,7 +112,7 @@ def buffers_unchanged(module: torch.nn.Module, but: Collection[torch.nn.Module] 
 
 
 def _has_value(buffer: torch.Tensor | None, value: torch.Tensor) -> bool:
-    """Return whether a buffer has the same bytes as a value; NaN differs from itself otherwise."""
+    """Return whether a buffer has the bytes of a value; a comparison of numbers would find NaN unequal to itself."""
     if buffer is None or (buffer.shape, buffer.dtype) != (value.shape, value.dtype):
         return False
     own, other = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (buffer, value))

@@ -29,7 +29,7 @@ def copied_buffers(module: torch.nn.Module) -> set[str]:
 
 @torch.no_grad()
 def renew_scales(module: torch.nn.Module, changed: Collection[str]) -> None:
-    """Compute the scales and zero points of fake quantization anew where the observed extremes have changed."""
+    """Recompute the scales and zero points of fake quantization where the observed extremes have changed."""
     extremes = observed_extremes(module)
     for path, part in _named(module, "fake_quantize", "FakeQuantize"):
         prefix = _join(path, "activation_post_process")

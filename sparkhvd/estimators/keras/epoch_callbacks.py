@@ -44,7 +44,7 @@ class _OwnStatistics:
     rows: int
 
     def arrays(self) -> Arrays:
-        """Return what the state of the rank holds of them."""
+        """Return the entries for the state of the rank."""
         named = {f"{_STATISTICS}{name}": value for name, value in without_sums(self.values).items()}
         return {**named, "rows of statistics": np.array(self.rows)}
 

@@ -108,7 +108,7 @@ def create_metrics_before_training(model: keras.Model, batch: tuple[Any, ...]) -
     TensorFlow traces a step twice if its first trace creates variables.
 
     Args:
-        model: the compiled model. Nothing happens if it is no network with one output and Keras' own steps.
+        model: the compiled model. Nothing happens unless it is a network with one output and Keras' own steps.
         batch: TensorFlow's description of a batch: features, labels, and perhaps weights.
     """
     metrics = model._compile_metrics  # noqa: SLF001  (compile resolves metrics when it sees the first outputs)

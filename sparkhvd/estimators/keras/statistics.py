@@ -22,7 +22,7 @@ _SUM = "sum of gradients."
 
 
 def without_sums(values: Arrays) -> Arrays:
-    """Return ``own_values`` after a step, which leaves sums of gradients that are 0."""
+    """Return the values of ``own_values`` without the sums of gradients, which are 0 after a step of the optimizer."""
     return {name: value for name, value in values.items() if not name.startswith(_SUM)}
 
 
@@ -72,7 +72,7 @@ class LayerStatistics:
         return values | {f"{_BUFFER}{name}": value for name, value in self.buffers.values().items()}
 
     def take(self, values: Arrays) -> None:
-        """Set the result of ``own_values``, perhaps of a process that has saved it."""
+        """Set values that ``own_values`` has returned, in this process or in the one that saved them."""
         for name, variable in self._variables().items():
             if name in values:
                 variable.assign(values[name].astype(value_of(variable).dtype))

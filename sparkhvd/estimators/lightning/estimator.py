@@ -131,8 +131,8 @@ class LightningEstimator(DistributedEstimator):
     retired = RETIRED | LIGHTNING_RETIRED
 
     model: Declared[torch.nn.Module | None] = declared(
-        "The LightningModule to train, or a plain module with optimizer and loss; it is copied, not changed. Of a "
-        "result of torch.compile, the module itself is trained.",
+        "The LightningModule to train, or a plain module with optimizer and loss; it is copied, not changed. If it "
+        "is the result of torch.compile, the original module is trained.",
         uncompiled,
         default=None,
     )

@@ -193,7 +193,7 @@ class EstimatorSteps:
         self.attributes.agree()
 
     def synchronize_state_within_epoch(self) -> None:
-        """Do so within an epoch, until ``take_own_buffers()``; collective."""
+        """Synchronize buffers and attributes within an epoch, until ``take_own_buffers()``; collective."""
         self.synchronize_within_epoch()
         self.attributes.agree()
 

@@ -168,7 +168,7 @@ def is_lease(path: str) -> bool:
 
 
 def occupied_error(store: Store, folder: str) -> StoreError:
-    """Return the error of a writer that another writer keeps from saving its object."""
+    """Return the error of a writer whose folder another writer holds."""
     return StoreError(
         f"Another writer saves an object to {store.url}/{folder}. Choose another path, or wait until it has ended and "
         "use write().overwrite().save(path)."

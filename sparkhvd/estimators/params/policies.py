@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Mode = Literal["min", "max", "auto"]
 
-# A metric is better if it is higher when its name contains one of the first words and none of the second.
+# Higher values of a metric are better if its name contains one of the first words and none of the second.
 _HIGHER_IS_BETTER = re.compile(
     "acc|accuracy|auc|auroc|bleu|correlation|corrcoef|dice|f1|fbeta|fmeasure|iou|jaccard|kappa|map|mrr|ndcg|"
     "negatives|positives|precision|psnr|r2|recall|rouge|sensitivity|similarity|specificity|ssim"
@@ -36,8 +36,8 @@ class EarlyStopping:
         monitor: the monitored metric: ``loss``, the name of a metric, or either with the prefix ``val_``.
         patience: epochs without an improvement after which the training ends; epochs without validation do not count.
         min_delta: a value counts as an improvement only if it is better by more than this.
-        mode: ``min`` if lower is better, ``max`` if higher is better, or ``auto``, which becomes one of them by the
-            words in ``monitor``, such as "accuracy", "auc" or "f1": ``min`` if none is known.
+        mode: ``min`` if lower is better, or ``max`` if higher is better. ``auto`` is ``max`` if ``monitor`` contains a
+            word such as "accuracy", "auc" or "f1", and ``min`` otherwise.
     """
 
     monitor: str = "val_loss"

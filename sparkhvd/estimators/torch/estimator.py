@@ -93,8 +93,8 @@ class TorchEstimator(DistributedEstimator):
     required: ClassVar[tuple[str, ...]] = ("model", "optimizer", "feature_cols", "label_cols")
 
     model: Declared[torch.nn.Module | None] = declared(
-        "The module to train; it is copied, not changed. Of a result of torch.compile, the module itself is trained; "
-        "see torch_compile.",
+        "The module to train; it is copied, not changed. If it is the result of torch.compile, the original module is "
+        "trained; see torch_compile.",
         uncompiled,
         default=None,
     )

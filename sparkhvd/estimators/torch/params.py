@@ -14,7 +14,7 @@ from sparkhvd.estimators.torch.schedule import LRSchedule
 
 
 def uncompiled(_name: str, value: object) -> object:
-    """Return the module itself of a result of ``torch.compile``, which adds a prefix to the names of the weights."""
+    """Return the original module of a ``torch.compile``, whose result adds a prefix to the names of the weights."""
     return vars(value)["_modules"]["_orig_mod"] if type(value).__name__ == "OptimizedModule" else value
 
 
