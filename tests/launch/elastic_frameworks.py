@@ -146,9 +146,10 @@ def train_keras(folder: str):
         Killed(),
     ]
 
+    starts = []
+
     @hvd.elastic.run
     def loop(state):
-        starts = []
         while state.epoch < KERAS_EPOCHS:
             starts.append((state.epoch, state.batch))
             features, labels = (array[state.batch * KERAS_BATCH :] for array in keras_rows(state.epoch))

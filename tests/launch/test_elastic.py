@@ -394,8 +394,9 @@ def test_a_keras_training_that_loses_a_rank_ends_with_the_weights_of_an_undistur
     for epoch in range(frameworks.KERAS_EPOCHS):
         model.fit(*frameworks.keras_rows(epoch), frameworks.KERAS_BATCH, shuffle=False, verbose=0)
     assert (tmp_path / "killed").exists()
-    for weights, starts in results:
-        assert starts[0] == (1, 2), "training continued from the last commit, within the epoch"
+    (_, starts), *_ = results  # of the survivor; a new rank may join only at the end
+    assert starts[:3] == [(0, 0), (1, 0), (1, 2)], "training continued from the last commit, within the epoch"
+    for weights, _ in results:
         for found, expected in zip(weights, model.get_weights(), strict=True):
             np.testing.assert_allclose(found, expected, rtol=1e-4)
 
