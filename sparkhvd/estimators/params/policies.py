@@ -22,7 +22,7 @@ Mode = Literal["min", "max", "auto"]
 
 # Higher values of a metric are better if its name contains one of the first words and none of the second.
 _HIGHER_IS_BETTER = re.compile(
-    "acc|accuracy|auc|auroc|bleu|correlation|corrcoef|dice|f1|fbeta|fmeasure|iou|jaccard|kappa|map|mrr|ndcg|"
+    "acc|accuracy|ap|auc|auroc|bleu|correlation|corrcoef|dice|f1|fbeta|fmeasure|iou|jaccard|kappa|map|mrr|ndcg|"
     "negatives|positives|precision|psnr|r2|recall|rouge|sensitivity|similarity|specificity|ssim"
 )
 _LOWER_IS_BETTER = re.compile("error|false|loss")
@@ -169,7 +169,8 @@ def _resolved_mode(policy: str, mode: Mode, monitor: str) -> Mode:
 
 def _mode_by_name(monitor: str) -> Mode:
     """Return the mode of a metric by the words in its name, such as ``val_top_5_acc`` or ``MulticlassF1Score``."""
-    separated = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", monitor.replace("IoU", "Iou"))
+    words_apart = monitor.replace("IoU", "Iou").replace("mAP", "map")
+    separated = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", words_apart)
     numbered: list[str] = re.findall(r"[a-z]+[0-9]*", separated.lower().replace("io_u", "iou"))
     words = {*numbered, *(word.rstrip("0123456789") for word in numbered)}
     is_higher, is_lower = (any(map(kind.fullmatch, words)) for kind in (_HIGHER_IS_BETTER, _LOWER_IS_BETTER))

@@ -70,6 +70,7 @@ def test_invalid_policies_are_refused():
     [
         *((name, "max") for name in ("val_accuracy", "acc@1", "val_top5_acc", "auc_1", "mean_io_u", "val/f1")),
         *((name, "max") for name in ("MulticlassF1Score", "MeanIoU", "BinaryAUROC", "r2_score", "true_positives")),
+        *((name, "max") for name in ("val_mAP", "mAP50", "mAP_small", "val_AP")),
         *((name, "min") for name in ("val_loss", "accuracy_loss", "rmse", "false_negatives", "wer", "perplexity")),
     ],
 )
