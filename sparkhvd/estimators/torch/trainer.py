@@ -275,17 +275,22 @@ class TorchTrainer:
     def _unchanged_state(self) -> Callable[[], bytes | None]:
         """Return a function that returns the current state until an update or a forward pass changes it, then None.
 
-        Buffers and torchmetrics change in every forward pass, and lost ranks have a part of them.
+        Buffers, extra states and torchmetrics change in every forward pass, and lost ranks have a part of them.
         """
-        modules = self._modules().append(torch.nn.ModuleDict(self._kept_modules()))
-        if not self._spec.elastic or self._package.objective.stateful() or next(modules.buffers(), None) is not None:
+        if not self._spec.elastic or self._package.objective.stateful():
             return lambda: None
+        modules = self._modules_and_kept()
 
         def versions() -> list[int]:
             return [parameter._version for parameter in modules.parameters()]  # noqa: SLF001 - PyTorch documents it
 
         current = versions()
-        return lambda: None if versions() != current or self._attributes.have_changed() else self.state()
+
+        def unchanged() -> bytes | None:
+            is_changed = versions() != current or self._attributes.have_changed()
+            return None if is_changed or not _has_only_parameters(modules) else self.state()
+
+        return unchanged
 
     def _modules(self) -> torch.nn.ModuleList:
         """Return all modules that this rank trains: a loss may have buffers, too, such as running means."""
@@ -294,6 +299,9 @@ class TorchTrainer:
     def _kept_modules(self) -> dict[str, torch.nn.Module]:
         """Return the modules that callbacks keep, by names that are the same on all ranks."""
         return kept_modules(self._package.callbacks, self._modules())
+
+    def _modules_and_kept(self) -> torch.nn.ModuleList:
+        return self._modules().append(torch.nn.ModuleDict(self._kept_modules()))
 
     def _synchronize_buffers(self) -> dict[str, torch.Tensor]:
         modules = self._modules()
@@ -315,7 +323,7 @@ class TorchTrainer:
     def _take_own_buffers(self) -> None:
         """Continue with this rank's own buffers after a checkpoint within an epoch, see ``rank_state``."""
         if self._own_buffers is not None:
-            modules = self._modules().append(torch.nn.ModuleDict(self._kept_modules()))
+            modules = self._modules_and_kept()
             take_buffers(modules, self._own_buffers["values"])
             self._rows_of_buffers, self._own_buffers = self._own_buffers["rows"], None
 
@@ -393,6 +401,12 @@ def _closable(batches: Iterator[Batch]) -> Generator[Batch]:
 
 def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
+
+
+def _has_only_parameters(module: torch.nn.Module) -> bool:
+    """Return whether a module has neither buffers nor extra states."""
+    saved = module.state_dict(keep_vars=True).values()
+    return next(module.buffers(), None) is None and all(isinstance(part, torch.nn.Parameter) for part in saved)
 
 
 def _module_state(module: torch.nn.Module) -> dict[str, Any]:

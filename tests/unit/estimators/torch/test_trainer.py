@@ -435,6 +435,16 @@ class Counting(torch.nn.Module):
         return self.network(x)
 
 
+class CountingAlone(Counting):
+    """Saves its counter itself."""
+
+    def get_extra_state(self):
+        return self.passes
+
+    def set_extra_state(self, state):
+        self.passes = state
+
+
 class Shrinking(Counting):
     """Changes its weights in the forward pass."""
 
@@ -448,6 +458,7 @@ MODELS = {
     "plain": network,
     "buffers": lambda: torch.nn.Sequential(torch.nn.BatchNorm1d(6), network()),
     "attribute": Counting,
+    "extra state": CountingAlone,
     "weights": Shrinking,
 }
 
@@ -488,7 +499,7 @@ def recover_as_rank(kind):
 
 @pytest.mark.parametrize(
     ("kind", "recovers"),
-    [("plain", True), ("buffers", None), ("average", None), ("attribute", None), ("weights", None)],
+    [("plain", True), *((kind, None) for kind in ("buffers", "average", "attribute", "extra state", "weights"))],
 )
 def test_the_state_of_a_step_can_be_recovered_until_the_next_update_unless_a_forward_pass_changes_it(
     group, kind, recovers
