@@ -32,6 +32,12 @@ def common_modules(kept: Mapping[str, torch.nn.Module]) -> torch.nn.ModuleDict:
     return torch.nn.ModuleDict({name: kept[name] for name in sorted(common)})
 
 
+def of_existing_modules(module: torch.nn.Module, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the values of buffers whose module exists: a callback may drop a module, or not create it again."""
+    paths = {path for path, _ in module.named_modules(remove_duplicate=False)}
+    return {key: value for key, value in values.items() if key.rpartition(".")[0] in paths}
+
+
 def _modules_in(values: Mapping[str, object]) -> Iterator[tuple[str, torch.nn.Module]]:
     """Yield the modules among some values, and those in lists and dicts among the values, with their names."""
     for name, value in values.items():

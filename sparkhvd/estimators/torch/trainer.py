@@ -28,7 +28,7 @@ from sparkhvd.estimators.torch.checkpoint.pruning import prune_only, pruning_mas
 from sparkhvd.estimators.torch.checkpoint.rank_state import own_buffers, rank_state, restore_random, seed_generators
 from sparkhvd.estimators.torch.checkpoint.safe_state import is_loadable, plain_numbers
 from sparkhvd.estimators.torch.inputs import plan_inputs
-from sparkhvd.estimators.torch.kept_modules import common_modules, kept_modules
+from sparkhvd.estimators.torch.kept_modules import common_modules, kept_modules, of_existing_modules
 from sparkhvd.estimators.torch.losses.divisors import loss_divisors
 from sparkhvd.estimators.torch.losses.epoch_metrics import EpochMetrics
 from sparkhvd.estimators.torch.renormalization import Renormalization
@@ -324,7 +324,7 @@ class TorchTrainer:
         """Continue with this rank's own buffers after a checkpoint within an epoch, see ``rank_state``."""
         if self._own_buffers is not None:
             modules = self._modules_and_kept()
-            take_buffers(modules, self._own_buffers["values"])
+            take_buffers(modules, of_existing_modules(modules, self._own_buffers["values"]))
             self._rows_of_buffers, self._own_buffers = self._own_buffers["rows"], None
 
     @torch.no_grad()

@@ -430,10 +430,12 @@ class KeepingAverage(TorchCallback):
             self.alone = torch.nn.Linear(2, 2)
 
     def on_step_end(self, run, epoch, step, loss):
-        self.kept["average"].update_parameters(run.model)
+        if self.kept:
+            self.kept["average"].update_parameters(run.model)
 
     def on_train_end(self, run):
-        run.model.load_state_dict(self.kept["average"].module.state_dict())
+        if self.kept:
+            run.model.load_state_dict(self.kept["average"].module.state_dict())
 
 
 def averaged_trainings(where, sizes):
@@ -474,9 +476,24 @@ def test_states_of_modules_that_a_callback_does_not_create_again_are_reported(al
     first, second = (normalized_trainer(callbacks=[KeepingAverage(where)]) for where in ("on_train_begin", "later"))
     first.fit(as_one([(8,)] * 2), None, Hooks())
     second.restore(first.state())
-    with pytest.raises(KeyError, match="average"):
-        second.fit(as_one([(8,)] * 2), None, Hooks())
+    second.fit(as_one([(8,)] * 2), None, Hooks())
     assert "modules that the callbacks have not created again: callbacks[0].kept average." in caplog.text
+
+
+def steps_without_the_module_of_a_callback():
+    world = session.current().world
+    rows_of_rank = source([(5, 3, 2), (2, 7, 0)] * 5, world.rank, world.size)
+    first, second = (normalized_trainer(callbacks=[KeepingAverage(where)]) for where in ("on_train_begin", "later"))
+    hooks = AtStep()
+    first.fit(rows_of_rank, None, hooks)
+    second.restore(hooks.kept[0])
+    again = Hooks(first_step=7, rank_state=hooks.kept[1])
+    second.fit(rows_of_rank, None, again)
+    return len(again.steps)
+
+
+def test_a_run_resumes_within_an_epoch_although_a_callback_does_not_create_its_module_again(group):
+    assert group.run(steps_without_the_module_of_a_callback) == [3] * group.size
 
 
 class Annealing(torch.nn.Sequential):
