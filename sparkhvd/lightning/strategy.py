@@ -20,7 +20,7 @@ from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.errors import ConfigError
 from sparkhvd.lightning.normalization import ReplacedNormalizations
 from sparkhvd.lightning.reductions import SharedMetrics, reduce_tensor, stack_over_ranks
-from sparkhvd.torch.buffers import synchronize_buffers, take_buffers
+from sparkhvd.torch.buffers import copies_of_buffers, synchronize_buffers, take_buffers
 from sparkhvd.torch.compression import Compression, Compressor
 from sparkhvd.torch.ops.transfer import ExchangeSettings
 from sparkhvd.torch.optimizer.gradients import GradientExchange
@@ -159,6 +159,7 @@ class RankStrategy:
     def teardown(self) -> None:
         """Undo all changes of the strategy to the module; the ranks stay connected."""
         self._fitting = False
+        self.own_buffers, self._agreed_buffers = None, {}  # of a validation that an exception has ended
         if self._exchange is not None:
             self._exchange.close()
             self._exchange = None
@@ -300,8 +301,7 @@ class RankStrategy:
         own = self.synchronize_buffers()
         if self.own_buffers is None and self.can_synchronize() and not _is_epoch_over(self.lightning_module.trainer):
             self.own_buffers = {"values": own}
-            module = self.module_with_buffers()
-            self._agreed_buffers = {key: module.get_buffer(key).clone() for key in own}
+            self._agreed_buffers = copies_of_buffers(self.module_with_buffers(), own)
 
     def take_own_buffers(self) -> None:
         """Continue with this rank's own buffers, except those that have changed since ``synchronize_within_epoch``."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,7 +46,7 @@ def synchronize_buffers(module: torch.nn.Module, weight: float, name: str = "buf
         extremes=observed_extremes(module),
         name=name,
     )
-    own = {key: module.get_buffer(key).clone() for key in agreed if key in arrays}
+    own = copies_of_buffers(module, [key for key in agreed if key in arrays])
     take_buffers(module, {key: torch.from_numpy(array) for key, array in agreed.items()})
     renew_scales(module, own)
     return own
@@ -55,6 +55,11 @@ def synchronize_buffers(module: torch.nn.Module, weight: float, name: str = "buf
 def buffer_arrays(module: torch.nn.Module) -> dict[str, npt.NDArray[np.generic]]:
     """Return the buffers that have an array form, by name; an array may share the memory of its buffer."""
     return {key: _array(buffer) for key, buffer in module.named_buffers() if _is_plain(buffer)}
+
+
+def copies_of_buffers(module: torch.nn.Module, names: Iterable[str]) -> dict[str, torch.Tensor]:
+    """Return copies of some buffers, by name."""
+    return {name: module.get_buffer(name).clone() for name in names}
 
 
 def non_persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -35,12 +35,12 @@ from sparkhvd.estimators.lightning.hints import batch_hint
 from sparkhvd.estimators.torch.checkpoint.attributes import ChangedAttributes
 from sparkhvd.estimators.torch.checkpoint.frozen import freeze_only
 from sparkhvd.estimators.torch.checkpoint.safe_state import plain_numbers
-from sparkhvd.estimators.torch.kept_modules import common_modules, kept_modules
+from sparkhvd.estimators.torch.kept_modules import common_modules, kept_modules, of_existing_modules
 from sparkhvd.estimators.torch.losses.divisors import counted_rows
 from sparkhvd.estimators.torch.renormalization import Renormalization, rows_keep_their_norms
 from sparkhvd.estimators.torch.schedule import RATES, refuse_own_rates, scale_schedule
 from sparkhvd.lightning.reductions import reduce_op as find_reduce_op
-from sparkhvd.torch.buffers import buffers_unchanged, synchronize_buffers, take_buffers
+from sparkhvd.torch.buffers import buffers_unchanged, copies_of_buffers, synchronize_buffers, take_buffers
 from sparkhvd.torch.sync_batch_norm import synchronized_layers
 
 if TYPE_CHECKING:
@@ -123,6 +123,7 @@ class EstimatorSteps:
     attributes: ChangedAttributes
     frozen: Sequence[str] | None = None  # the parameters to freeze when the run resumes
     own_buffers: dict[str, Any] | None
+    _agreed_copies: Mapping[str, torch.Tensor] = MappingProxyType({})
     _validates_every: float | None = None
     _weight_of_logged: float | None = None  # the weight of the value that a step is logging
     _renormalization: Renormalization | None = None
@@ -204,13 +205,16 @@ class EstimatorSteps:
         of_copies = self.synchronize_copies()
         if before is None and self.own_buffers is not None:
             self.own_buffers |= {"rows": rows, "copies": of_copies, "rows_of_copies": rows_of_copies}
+            self._agreed_copies = copies_of_buffers(torch.nn.ModuleDict(self._copies()), of_copies)
 
     def take_own_buffers(self) -> None:
         """See ``RankStrategy``; includes the modules that callbacks keep, and the weights of the buffers."""
         own = self.own_buffers
+        agreed, self._agreed_copies = self._agreed_copies, {}
         super().take_own_buffers()  # type: ignore[misc]
         if own is not None:
-            take_buffers(torch.nn.ModuleDict(self._copies()), own["copies"])
+            kept = torch.nn.ModuleDict(self._copies())
+            take_buffers(kept, of_existing_modules(kept, own["copies"]), unless_changed_since=agreed)
             self.feed.rows_of_buffers, self.feed.rows_of_copies = own["rows"], own["rows_of_copies"]
 
     def _copies(self) -> dict[str, torch.nn.Module]:

@@ -266,6 +266,34 @@ def test_the_buffers_of_modules_that_callbacks_keep_are_averaged_although_one_ra
         assert mean == pytest.approx(wanted, abs=1e-6)
 
 
+def changed_in_a_validation(sizes):
+    """Return statistics that a callback resets in the validation after the second batch, where it drops others."""
+    from lightning.pytorch import Callback  # noqa: PLC0415
+
+    class Resetting(Callback):
+        def setup(self, trainer, module, stage):
+            self.kept = {name: torch.nn.BatchNorm1d(6, momentum=0.5, dtype=torch.float64) for name in ("norm", "more")}
+
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            for norm in self.kept.values():
+                norm(batch["x"].double())
+
+        def on_validation_end(self, trainer, module):
+            self.kept.pop("more")
+            self.kept["norm"].reset_running_stats()
+
+    rows_of_rank = source(sizes, session.current().world.rank)
+    trainer = trainer_of(module(), callbacks=[Resetting()], trainer_args={"val_check_interval": 2})
+    trainer.fit(rows_of_rank, rows_of_rank, Hooks())
+    return trainer._package.callbacks[0].kept["norm"].running_mean.numpy()
+
+
+def test_buffers_that_a_callback_changes_in_a_validation_within_an_epoch_keep_their_new_values(group):
+    wanted = 0.5 * rows(24)["x"][16:].mean(axis=0)
+    for mean in group.run(changed_in_a_validation, [(4, 4)] * 3):
+        assert mean == pytest.approx(wanted, abs=1e-6)
+
+
 def test_accumulated_and_clipped_batches_make_one_larger_batch_even_at_the_end_of_the_epoch(group):
     """Seven is not a multiple of three, so the last batch is a step of its own."""
     each = [sum(step) for step in SOME_EMPTY]
