@@ -120,7 +120,9 @@ def create_metrics_before_training(model: keras.Model, batch: tuple[Any, ...]) -
 
 def _has_one_output(model: keras.Model) -> bool:
     """Return whether a model with Keras' own steps returns one array whose shape is known."""
-    return type(model) in (keras.Sequential, Functional) and len(model.outputs or ()) == 1
+    is_network = type(model) in (keras.Sequential, Functional)
+    # A Sequential has no outputs if one of its layers cannot tell the shape of its own.
+    return is_network and len(getattr(model, "outputs", None) or ()) == 1
 
 
 def _metrics(model: keras.Model) -> list[keras.metrics.Metric]:

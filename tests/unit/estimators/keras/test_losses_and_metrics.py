@@ -12,6 +12,7 @@ from sparkhvd.comm import session
 from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.errors import HorovodInternalError
 from sparkhvd.estimators.keras.divisors import CurrentBatch, divide_over_ranks
+from sparkhvd.estimators.keras.metrics import create_metrics_before_training
 from sparkhvd.estimators.keras.plugin import PLUGIN
 from sparkhvd.estimators.keras.serialization import artifact
 from sparkhvd.estimators.training.history import average_over_ranks
@@ -392,3 +393,10 @@ def test_the_validation_loss_is_that_of_the_exported_model(group, sizes, tmp_pat
     assert 1.0 < mean.mean() < 2.0, "the mean is between the means of the ranks' rows, 0 and 3"
     assert counted == 2 * 23, "integers have the values of rank 0"
     assert saved is not None
+
+
+def test_the_first_step_creates_the_metrics_of_a_network_whose_outputs_are_unknown():
+    model = keras.Sequential([keras.layers.Dense(3)])
+    model.compile(loss=loss_ignoring_a_class(), metrics=["accuracy"])
+    create_metrics_before_training(model, ())
+    assert not model._compile_metrics.built
