@@ -95,6 +95,7 @@ def test_peers_of_servers_notice_the_death_of_a_process_with_a_forked_child(star
         with pytest.raises(PeerLostError, match="rendezvous"):
             rendezvous.get("never set", Deadline.after(10))
     os.kill(child, 0)
+    process.wait(10)  # the kernel closes the sockets of a killed process one by one
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port), 5)
 
