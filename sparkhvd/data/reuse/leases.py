@@ -33,6 +33,7 @@ from typing import Protocol
 from sparkhvd._util.process_identity import is_running, machine_id, process_start
 from sparkhvd.errors import SparkHvdError, StoreError
 from sparkhvd.store import layout
+from sparkhvd.store.optional_files import read_if_exists
 from sparkhvd.store.protocol import Store
 
 logger = logging.getLogger(__name__)
@@ -274,7 +275,7 @@ def remove_unused(store: Store, dataset_id: str, now: float) -> bool:
     if _held(store, dataset_id, now):
         return False
     path = layout.manifest_path(dataset_id)
-    content = _content(store, path)
+    content = read_if_exists(store, path)
     if content is not None:
         store.delete(path)
         if _held(store, dataset_id, time.time()):
@@ -350,19 +351,9 @@ def _read(store: Store, path: str) -> Record | None:
 
 
 def _json(store: Store, path: str) -> dict:  # type: ignore[type-arg]  # JSON is untyped until it has been looked at
-    content = _content(store, path)
+    content = read_if_exists(store, path)
     try:
         record = json.loads(content or b"{}")
     except ValueError:
         return {}
     return record if isinstance(record, dict) else {}
-
-
-def _content(store: Store, path: str) -> bytes | None:
-    try:
-        with store.open(path, "rb") as file:
-            return bytes(file.read())
-    except StoreError:
-        if store.exists(path):
-            raise
-        return None  # another driver removed it between the listing and now

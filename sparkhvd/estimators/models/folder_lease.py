@@ -24,6 +24,7 @@ from sparkhvd.data.reuse.leases import Hold, release_and_log
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import StoreError
 from sparkhvd.store import Store
+from sparkhvd.store.optional_files import read_if_exists
 
 SILENT_SECONDS = 300.0
 _RENEW_SECONDS = 10.0
@@ -111,7 +112,7 @@ class FolderLease:
         for path in self.store.list(self._folder):
             if not is_lease(path) or path == self._path:
                 continue
-            content = _read(self.store, path)
+            content = read_if_exists(self.store, path)
             if content is None:  # the writer has withdrawn
                 continue
             if self._is_alive(path, content):
@@ -173,13 +174,3 @@ def occupied_error(store: Store, folder: str) -> StoreError:
         f"Another writer saves an object to {store.url}/{folder}. Choose another path, or wait until it has ended and "
         "use write().overwrite().save(path)."
     )
-
-
-def _read(store: Store, path: str) -> bytes | None:
-    try:
-        with store.open(path, "rb") as file:
-            return bytes(file.read())
-    except StoreError:
-        if store.exists(path):
-            raise
-        return None

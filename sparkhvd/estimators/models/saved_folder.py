@@ -25,6 +25,7 @@ from sparkhvd.errors import ParamError, SparkHvdError, StoreError
 from sparkhvd.estimators.models.folder_lease import FolderLease, hold_folder, is_lease, occupied_error
 from sparkhvd.estimators.training.job_files import PIECE_BYTES
 from sparkhvd.store import Store
+from sparkhvd.store.optional_files import read_if_exists
 
 logger = logging.getLogger(__name__)
 
@@ -153,14 +154,8 @@ def is_transient(folder: str) -> bool:
 
 
 def _metadata(store: Store, folder: str) -> Metadata | None:
-    path = f"{folder}/{METADATA}"
-    try:
-        with store.open(path, "rb") as file:
-            metadata: Metadata = json.loads(file.read())
-    except StoreError:
-        if store.exists(path):
-            raise
-        return None
+    content = read_if_exists(store, f"{folder}/{METADATA}")
+    metadata: Metadata | None = None if content is None else json.loads(content)
     return metadata
 
 

@@ -35,6 +35,7 @@ from sparkhvd._util.process_identity import is_running, machine_id, process_star
 from sparkhvd.data.reuse.leases import Hold, release_and_log
 from sparkhvd.errors import ParamError, StoreError
 from sparkhvd.store import layout
+from sparkhvd.store.optional_files import read_if_exists
 from sparkhvd.store.protocol import Store
 
 T = TypeVar("T")
@@ -253,7 +254,7 @@ def _delete_earlier_claims(store: Store, run_id: str, token: int, holder: Holder
 
 def _is_alive(store: Store, run_id: str, holder: Holder, silent_seconds: float) -> bool:
     """Return whether the fit still runs and renews its beat in time."""
-    first = _read(store, layout.beat_path(run_id, holder.name))
+    first = read_if_exists(store, layout.beat_path(run_id, holder.name))
     if first in {None, _RELEASED}:
         return False
     if (holder.machine, holder.pid, holder.started) == _own_process():
@@ -266,7 +267,7 @@ def _is_alive(store: Store, run_id: str, holder: Holder, silent_seconds: float) 
     end = time.monotonic() + silent_seconds
     while time.monotonic() < end:
         time.sleep(min(_POLL_SECONDS, silent_seconds / 4))
-        beat = _read(store, layout.beat_path(run_id, holder.name))
+        beat = read_if_exists(store, layout.beat_path(run_id, holder.name))
         if beat in {None, _RELEASED}:
             return False
         if beat != first:
@@ -306,7 +307,7 @@ def _last_token(store: Store, run_id: str) -> int:
 
 def _holder(store: Store, run_id: str, token: int) -> Holder | None:
     path = layout.claim_path(run_id, token)
-    content = _read(store, path) if token else None
+    content = read_if_exists(store, path) if token else None
     if content is None:
         return None
     claim = _parsed(content, path, dict)
@@ -336,16 +337,6 @@ def _unreadable_error(path: str) -> StoreError:
         f"{path} does not hold the content that a fit wrote there. If the Store answers correctly again, nothing needs "
         "to be done; otherwise choose another run_id."
     )
-
-
-def _read(store: Store, path: str) -> bytes | None:
-    try:
-        with store.open(path, "rb") as file:
-            return bytes(file.read())
-    except StoreError:
-        if store.exists(path):
-            raise
-        return None
 
 
 def _takeover_error(store: Store, run_id: str, token: int) -> StoreError:
