@@ -5,7 +5,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from contextlib import closing, suppress
 
 import pytest
@@ -16,6 +15,7 @@ from sparkhvd.errors import PeerLostError
 from sparkhvd.rpc.client import connect
 from sparkhvd.rpc.messages import Acknowledged, Flush
 from sparkhvd.rpc.server import Server
+from tests.waiting import wait_for
 
 _SECRET = b"s" * 32
 # Serves, forks a child after the first connections, and prints the child's id.
@@ -104,10 +104,7 @@ def test_a_host_process_notices_the_death_of_a_launcher_with_a_forked_child(star
     process = start(_HOST, str(tmp_path / "ended"))
     child = int(process.stdout.readline())
     process.kill()
-    end = time.monotonic() + 10
-    while not (tmp_path / "ended").exists() and time.monotonic() < end:
-        time.sleep(0.02)
-    assert (tmp_path / "ended").exists()
+    wait_for((tmp_path / "ended").exists, 10)
     os.kill(child, 0)
 
 
