@@ -79,6 +79,8 @@ _foreign_processes: set[str] = set()
 _KERNEL_THREAD = 0x00200000  # among the flags of a process; the kernel's threads have no environment
 # The HDFS client keeps connections with data nodes for reuse, as long as the process lives.
 _ports_of_data_nodes: set[int] = set()
+# The kernel no longer lists the ports of a connection that its peer has reset, although the descriptor is still open.
+_once_kept_for_reuse: set[str] = set()
 _OF_THE_HDFS_CLIENT = frozenset({"anon_inode:[eventfd]", "anon_inode:[eventpoll]"})
 _TEMPORARY_FOLDER = pytest.StashKey[Path]()
 _ERROR_LINE = re.compile(r"(Caused by: |Fatal Python error)|[\w.]*(Error|Exception|Exit|Interrupt|Failed)\b")
@@ -336,7 +338,13 @@ def _leaks(before: _Snapshot, after: _Snapshot, allowed: frozenset[str]) -> list
         "temporary file": after.temporary_files - before.temporary_files,
         "environment variable": changed,
     }
-    return [f"{kind} {what}" for kind, leaked in leaks.items() for what in sorted(leaked)]
+    return [f"{kind} {_described(what)}" for kind, leaked in leaks.items() for what in sorted(leaked)]
+
+
+def _described(target: str) -> str:
+    """Return the name of a leaked resource, for a TCP socket with both ends and its state as the kernel lists them."""
+    connections = {f"socket:[{cells[9]}]": cells[1:4] for cells in _tcp_sockets()} if target[:7] == "socket:" else {}
+    return " ".join([target, *connections.get(target, [])])
 
 
 def _more_descriptors(before: Counter[str], after: Counter[str]) -> list[str]:
@@ -432,11 +440,16 @@ def _is_connected_to_ray() -> bool:
 
 def _kept_for_reuse() -> set[str]:
     """Return the connections with Spark's JVM and the data nodes, which are kept for reuse."""
-    ports = {f":{port:04X}" for port in _spark_ports() | _ports_of_data_nodes}
-    if not ports:
-        return set()
-    lines = [line.split() for table in ("tcp", "tcp6") for line in _read(f"/proc/self/net/{table}").splitlines()[1:]]
-    return {f"socket:[{cells[9]}]" for cells in lines if not ports.isdisjoint({cells[1][-5:], cells[2][-5:]})}
+    if ports := {f":{port:04X}" for port in _spark_ports() | _ports_of_data_nodes}:
+        _once_kept_for_reuse.update(
+            f"socket:[{cells[9]}]" for cells in _tcp_sockets() if not ports.isdisjoint({cells[1][-5:], cells[2][-5:]})
+        )
+    return _once_kept_for_reuse
+
+
+def _tcp_sockets() -> list[list[str]]:
+    """Return the cells of the kernel's table of TCP sockets: both ends at 1 and 2, the state at 3, the inode at 9."""
+    return [line.split() for table in ("tcp", "tcp6") for line in _read(f"/proc/self/net/{table}").splitlines()[1:]]
 
 
 def _spark_ports() -> set[int]:
