@@ -48,7 +48,7 @@ settings.load_profile("repeatable")
 _MARK = "SPARKHVD_TEST_RUN"  # also known to the .pth file of the Makefile
 _CURRENT_TEST = "PYTEST_CURRENT_TEST"  # a variable of pytest's, which it sets and removes itself
 # The time that a thread, process or file may still take to end.
-_GRACE_SECONDS = float(os.environ.get("SPARKHVD_TEST_LEAK_GRACE", "10"))
+_GRACE_SECONDS = float(os.environ.get("SPARKHVD_TEST_LEAK_GRACE", "30"))
 # Spark's JVM, its pool of Python workers, and Ray's idle workers serve later tests; multiprocessing's tracker
 # lives as long as this process.
 _LASTING_PROCESS = re.compile(

@@ -169,7 +169,7 @@ def inject(fault: ElasticFault, folder: Path, **options: object) -> tuple[float,
     if seconds > LIMIT_SECONDS:
         wrong.append(f"the job ended {seconds:.1f} s after the fault")
     ranks = [int(path.name.removeprefix("log-")) for path in folder.glob("log-*")]
-    if not happens(lambda: not any(map(lives, ranks)), 10.0):
+    if not happens(lambda: not any(map(lives, ranks)), 60.0):
         wrong.append(f"ranks were left: {list(filter(lives, ranks))}")
     return seconds, error, wrong
 

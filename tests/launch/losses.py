@@ -113,7 +113,7 @@ def lost_driver(fault: Fault, folder: Path) -> tuple[float, str, list[str]]:
             check=False,
             timeout=300,
         )
-    happens(lambda: not _marked(environment[_MARK]), 10.0)
+    happens(lambda: not _marked(environment[_MARK]), 60.0)
     seconds = time.time() - float((folder / "when").read_text())
     error, wrong = "", []
     if fault.error is not None:

@@ -53,7 +53,7 @@ def reached(two_hosts, monkeypatch) -> Iterator[sshd.SshHosts]:
     monkeypatch.setenv("PATH", two_hosts.path)
     yield two_hosts
     for host in two_hosts.hosts:
-        wait_for(lambda host=host: not programs(host), 15)
+        wait_for(lambda host=host: not programs(host))
 
 
 def test_a_rank_is_replaced_within_its_hosts_process_and_a_lost_host_by_a_new_process(reached, tmp_path):
@@ -105,7 +105,7 @@ def test_a_host_that_is_cut_off_loses_its_ranks_and_keeps_no_process(reached, tm
             **FAST | {"cooldown_range": (60, 60)},
         )
         thread.join()
-        wait_for(lambda: not programs(cut[0]), 15)  # although it cannot learn that the job has ended
+        wait_for(lambda: not programs(cut[0]))  # although it cannot learn that the job has ended
     finally:
         for host in cut:
             host.connect()

@@ -16,7 +16,7 @@ import sparkhvd
 from sparkhvd.errors import ConfigError, LaunchError, RankFailedError, StartTimeoutError
 from tests.launch import elastic_training as training
 from tests.scripts import results_of, run_script
-from tests.waiting import happens
+from tests.waiting import happens, wait_for
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
 
@@ -32,7 +32,7 @@ def test_a_job_without_changes_returns_the_results_in_rank_order(spark, tmp_path
     options = FAST | {"verbose": 1}
     results = sparkhvd.run_elastic(training.train, (5, str(tmp_path)), num_proc=3, spark=spark, **options)
     assert [result[:4] for result in results] == [(5, 15.0, rank, 3) for rank in range(3)]
-    assert happens(lambda: running_jobs(spark) == 0, 10)
+    wait_for(lambda: running_jobs(spark) == 0)
     assert "Rank" not in capfd.readouterr().err
 
 
@@ -44,7 +44,7 @@ def test_survivors_keep_their_process_and_a_new_rank_joins(spark, tmp_path, end)
     assert total == sum(range(1, steps + 1)), "every step counts once"
     assert [result[:4] for result in results] == [(steps, total, 0, 2), (steps, total, 1, 2)]
     assert results[0][5] == [1, 2], "rank 0 has survived"
-    assert happens(lambda: running_jobs(spark) == 0, 10)
+    wait_for(lambda: running_jobs(spark) == 0)
 
 
 def test_a_result_larger_than_one_message_arrives_complete(spark):
@@ -74,26 +74,26 @@ def test_a_lost_task_ends_its_rank_and_is_replaced(spark, tmp_path, monkeypatch)
     assert [result[2:4] for result in results] == [(0, 2), (1, 2)]
     assert results[0][1] == sum(range(1, results[0][0] + 1))
     assert killed[0] not in {result[4] for result in results}
-    assert happens(lambda: not psutil.pid_exists(killed[0]), 10)
+    wait_for(lambda: not psutil.pid_exists(killed[0]))
 
 
 def test_a_job_that_gets_too_few_slots_fails_and_leaves_no_jobs(spark, tmp_path):
     options = FAST | {"start_timeout": 20}
     with pytest.raises(StartTimeoutError, match=r"4 of at least 5 ranks were ready within start_timeout=20 s"):
         sparkhvd.run_elastic(training.train, (5, str(tmp_path)), num_proc=5, **options)
-    assert happens(lambda: running_jobs(spark) == 0, 10)
+    wait_for(lambda: running_jobs(spark) == 0)
 
 
 def test_a_function_that_always_fails_ends_the_job_with_its_error(spark):
     with pytest.raises(RankFailedError, match="raised ValueError: no luck"):
         sparkhvd.run_elastic(training.fail, num_proc=2, **FAST | {"cooldown_range": (0.05, 0.1)})
-    assert happens(lambda: running_jobs(spark) == 0, 10)
+    wait_for(lambda: running_jobs(spark) == 0)
 
 
 def test_a_task_that_cannot_run_ends_the_job_with_the_reason(spark):
     with pytest.raises(LaunchError, match=r"None of the network interfaces \['nic9'\] has an address"):
         sparkhvd.run_elastic(training.fail, num_proc=2, nics=["nic9"], **FAST)
-    assert happens(lambda: running_jobs(spark) == 0, 10)
+    wait_for(lambda: running_jobs(spark) == 0)
 
 
 @pytest.mark.parametrize("cancel", ["all jobs", "the job group", "one job"])
@@ -123,7 +123,7 @@ def test_cancelling_its_spark_jobs_ends_the_job_with_one_error(spark, tmp_path, 
         thread.join()
     assert not isinstance(caught.value, RankFailedError)
     assert sum(name in {"sparkhvd-lease", "sparkhvd-job"} for name in threads) == 2, "one thread per Spark task"
-    assert happens(lambda: running_jobs(spark) == 0, 10)
+    wait_for(lambda: running_jobs(spark) == 0)
 
 
 @pytest.mark.parametrize(

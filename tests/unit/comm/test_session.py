@@ -84,7 +84,7 @@ def test_threads_that_call_init_at_the_same_time_share_one_communicator():
     start = threading.Barrier(4)
 
     def join():
-        start.wait(10.0)
+        start.wait(60.0)
         session.init()
         communicators.append(session.current())
 
@@ -92,7 +92,7 @@ def test_threads_that_call_init_at_the_same_time_share_one_communicator():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10.0)
+        thread.join(60.0)
     assert len(communicators) == 4
     assert len(set(map(id, communicators))) == 1
 

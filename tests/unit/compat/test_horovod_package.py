@@ -178,9 +178,9 @@ def test_threads_run_in_the_background(horovod):
 
     calls = []
     thread = in_thread(calls.append, (1,), name="appends")
-    thread.join(10)
+    thread.join(60)
     assert (calls, thread.name, thread.daemon) == ([1], "appends", True)
-    in_thread(int, ("no number",), silent=True).join(10)
+    in_thread(int, ("no number",), silent=True).join(60)
     with pytest.raises(ValueError, match=r"must be a tuple, but is a list\. Pass \(value,\)"):
         in_thread(calls.append, [1])
 

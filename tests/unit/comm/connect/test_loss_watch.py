@@ -8,7 +8,7 @@ from sparkhvd.comm.connect import loss_watch
 from sparkhvd.comm.connect.loss_watch import LossWatch
 from sparkhvd.comm.connect.rendezvous import RendezvousClient, RendezvousServer
 from sparkhvd.deadline import Deadline
-from tests.waiting import happens
+from tests.waiting import wait_for
 
 
 @pytest.fixture
@@ -32,11 +32,11 @@ def test_a_loss_is_reported_once_even_if_it_precedes_the_watch(server):
         assert not early
         server.set("loss", b"Rank 1 is lost.")
         server.set("loss", b"Rank 2 is lost, too.")
-        assert happens(lambda: early == ["Rank 1 is lost."], 10)
-        assert happens(lambda: threads() == 0, 10)
+        wait_for(lambda: early == ["Rank 1 is lost."])
+        wait_for(lambda: threads() == 0)
     late: list[str] = []
     with watch(server, "loss", late):
-        assert happens(lambda: late == ["Rank 1 is lost."], 10)
+        wait_for(lambda: late == ["Rank 1 is lost."])
 
 
 def test_a_watch_that_is_closed_while_it_waits_ends_at_once_and_reports_no_later_loss(server):
@@ -46,7 +46,7 @@ def test_a_watch_that_is_closed_while_it_waits_ends_at_once_and_reports_no_later
     with watch(server, "loss/2", second) as other:
         server.set("loss/1", b"late")
         server.set("loss/2", b"in time")
-        assert happens(lambda: second == ["in time"], 10)
+        wait_for(lambda: second == ["in time"])
         other.close()
         assert threads() == 0
     assert not first
@@ -76,10 +76,10 @@ def test_a_watch_sends_one_request_however_long_it_waits(server, monkeypatch):
 
     reasons: list[str] = []
     with LossWatch(Counted([("127.0.0.1", server.port)], b"secret", Deadline.after(10)), "loss", reasons.append):
-        assert happens(lambda: len(waits) > 20, 10)
+        wait_for(lambda: len(waits) > 20)
         assert server.requests == 1
         server.set("loss", b"Rank 1 is lost.")
-        assert happens(lambda: reasons == ["Rank 1 is lost."], 10)
+        wait_for(lambda: reasons == ["Rank 1 is lost."])
         assert server.requests == 1
 
 
@@ -87,6 +87,6 @@ def test_a_watch_ends_with_its_server():
     reasons: list[str] = []
     with RendezvousServer(b"secret") as server:
         one = watch(server, "loss", reasons)
-    assert happens(lambda: threads() == 0, 10)
+    wait_for(lambda: threads() == 0)
     one.close()
     assert not reasons

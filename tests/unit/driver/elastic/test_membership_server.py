@@ -21,7 +21,7 @@ from sparkhvd.driver.elastic.membership_server import MembershipServer
 from sparkhvd.driver.elastic.workers import Reported
 from sparkhvd.errors import HorovodInternalError, PeerLostError
 from sparkhvd.world import World
-from tests.waiting import happens
+from tests.waiting import wait_for
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def test_ranks_whose_training_has_ended_are_not_notified():
     server.listen_to(0)
     membership = Membership(LaunchContext(membership=replace(server.address, worker=0)))
     server.notify(membership.generation)
-    assert happens(membership.is_notified, 10)
+    wait_for(membership.is_notified)
     membership.finished()
     assert not membership.is_notified()
     membership.close()

@@ -38,7 +38,7 @@ def test_a_rank_waits_while_the_driver_has_too_much_unread_output(monkeypatch):
     outbox.put("other messages do not wait")
     assert not written.wait(0.05)
     assert len(outbox.take(Deadline.after(5))) == 2
-    assert written.wait(5)
+    assert written.wait(60)
     writer.join()
     outbox.close()
     outbox.put(Output(0, "stdout", b"no message waits after the end"))
