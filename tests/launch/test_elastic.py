@@ -116,7 +116,7 @@ def test_too_few_ranks_wait_for_elastic_timeout_and_the_error_lists_the_reasons(
     assert "- Rank 1 on host" in message
     assert "raised ValueError: no luck" in message
     assert "in fail" in caught.value.remote_traceback
-    assert 1.5 < time.monotonic() - begin < 20
+    assert 1.5 < time.monotonic() - begin < 100
     assert not any(psutil.pid_exists(one[4]) for one in steps(tmp_path))
 
 

