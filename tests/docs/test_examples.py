@@ -165,7 +165,6 @@ def test_keras_digits_writes_a_model_that_plain_keras_opens(spark: SparkSession,
 
 
 @pytest.mark.spark
-@pytest.mark.timeout(600)
 def test_movie_ratings_are_predicted_better_than_by_their_average_in_every_framework(
     spark: SparkSession, tmp_path: Path
 ) -> None:

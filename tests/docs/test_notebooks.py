@@ -24,7 +24,6 @@ def test_there_are_tutorials_for_tables_images_text_and_searches() -> None:
 
 
 @pytest.mark.spark
-@pytest.mark.timeout(600)
 @pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize("path", _TUTORIALS, ids=lambda path: path.stem)
 def test_a_tutorial_runs_and_stores_the_outputs_of_every_cell(

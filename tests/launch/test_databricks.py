@@ -28,7 +28,6 @@ def mounted():
 
 @pytest.mark.spark
 @pytest.mark.cluster
-@pytest.mark.timeout(300)
 @pytest.mark.usefixtures("warm_ranks")
 def test_ranks_run_and_train_in_the_environment_of_databricks(mounted, tmp_path):
     discovery = tmp_path / "discover.sh"

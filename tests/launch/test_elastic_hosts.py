@@ -22,7 +22,6 @@ from tests.launch.test_elastic_sparkhvdrun import TRAIN, pids, start
 from tests.waiting import wait_for
 
 pytestmark = [
-    pytest.mark.timeout(120),
     pytest.mark.skipif(bool(hosts.why_not() or sshd.why_not()), reason=hosts.why_not() or sshd.why_not()),
 ]
 FAST = {"start_timeout": 60, "elastic_timeout": 30, "cooldown_range": (0.5, 5), "verbose": 0}

@@ -11,8 +11,6 @@ from tests.launch import elastic_frameworks as frameworks
 from tests.launch import elastic_training as training
 from tests.launch.test_elastic import FAST, steps
 
-pytestmark = pytest.mark.timeout(120)
-
 
 def test_a_job_that_loses_all_ranks_resumes_from_the_last_published_commit(tmp_path):
     events = {(3, 0, 2): "kill", (3, 1, 2): "kill", (6, 0, 2): "raise", (6, 1, 2): "raise"}

@@ -19,7 +19,6 @@ SCRIPT = Path(__file__).with_name("gpu_script.py")
 
 @pytest.mark.spark
 @pytest.mark.cluster
-@pytest.mark.timeout(300)
 @pytest.mark.usefixtures("warm_ranks")
 def test_ranks_get_the_gpus_that_spark_assigns_to_their_tasks(tmp_path):
     discovery = tmp_path / "discover.sh"

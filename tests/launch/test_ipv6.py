@@ -38,7 +38,6 @@ def test_an_ipv6_loopback_address_is_this_machine():
 @pytest.mark.spark
 @pytest.mark.cluster
 @pytest.mark.soak
-@pytest.mark.timeout(300)
 @pytest.mark.skipif(bool(hosts.why_not()), reason=hosts.why_not())
 def test_spark_with_ipv6_only_runs_the_barrier_and_mpi_launchers(tmp_path):
     done = run_script([sys.executable, "-m", "tests.launch.ipv6_script", tmp_path], tmp_path, 280)

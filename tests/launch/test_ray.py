@@ -297,7 +297,6 @@ def test_an_executor_in_a_ray_task_uses_its_placement_group():
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(300)
 def test_jobs_run_over_ray_client():
     command = [sys.executable, "-m", "tests.launch.ray_client_script", str(free_port())]
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as folder:  # short, for the names of Ray's sockets

@@ -18,7 +18,7 @@ from tests.launch import elastic_training as training
 from tests.scripts import results_of, run_script
 from tests.waiting import happens, wait_for
 
-pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.spark
 
 RANKS_ARE_CHILDREN = True  # tests look for the task among the ancestors of a rank
 FAST = {"start_timeout": 60, "elastic_timeout": 60, "cooldown_range": (0.5, 5), "verbose": 0}

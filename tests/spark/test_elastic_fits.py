@@ -18,7 +18,7 @@ from sparkhvd.errors import ConfigError, ParamError, RankFailedError
 from sparkhvd.estimators.torch import TorchCallback
 from sparkhvd.store import Store
 
-pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.spark
 
 ROWS, EPOCHS = 120, 3
 OFTEN = Checkpoints(every_steps=2)

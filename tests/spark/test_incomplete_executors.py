@@ -12,7 +12,7 @@ import sparkhvd
 from tests.pythons import SPARK_DISTRIBUTIONS, python_with
 from tests.scripts import ROOT, results_of, run_script
 
-pytestmark = [pytest.mark.spark, pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.spark, pytest.mark.cluster]
 
 SCRIPT = Path(__file__).with_name("incomplete_executors_script.py")
 

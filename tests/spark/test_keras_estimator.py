@@ -14,7 +14,7 @@ from sparkhvd.errors import ModelOutputError, ParamError, SchemaError
 from sparkhvd.keras.callbacks import BestModelCheckpoint
 from tests.scripts import results_of, run_script
 
-pytestmark = [pytest.mark.spark, pytest.mark.timeout(400)]  # the ranks and the executors import TensorFlow
+pytestmark = pytest.mark.spark
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +188,6 @@ def test_texts_reach_the_preprocessing_layers_of_a_model(reviews, store, tmp_pat
         trained.setFeatureColumns(["price", "kind", "liked"]).transform(reviews)
 
 
-@pytest.mark.timeout(600)
 def test_keras_on_pytorch_trains_as_one_big_batch_and_predicts(tmp_path):
     script = Path(__file__).with_name("keras_torch_script.py")
     results = results_of(run_script([sys.executable, script], tmp_path / "of the script", 580, KERAS_BACKEND="torch"))

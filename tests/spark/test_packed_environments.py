@@ -11,7 +11,7 @@ import pytest
 from tests.pythons import SPARK_DISTRIBUTIONS, python_with
 from tests.scripts import ROOT, results_of, run_script
 
-pytestmark = [pytest.mark.spark, pytest.mark.cluster, pytest.mark.soak, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.spark, pytest.mark.cluster, pytest.mark.soak]
 
 SCRIPT = Path(__file__).with_name("packed_environment_script.py")
 # pyspark and py4j come from the executor.

@@ -119,7 +119,6 @@ def test_a_run_that_lost_a_rank_ends_like_an_uninterrupted_one(interrupted, undi
 
 
 @pytest.mark.filterwarnings("ignore:.*isinstance.treespec.*")  # within Lightning 2.6 with torch 2.13
-@pytest.mark.timeout(400)
 @pytest.mark.soak
 @pytest.mark.parametrize("framework", ["keras", "lightning"])
 def test_a_run_of_other_frameworks_resumes_with_another_launcher(store, df, framework, tmp_path):

@@ -14,7 +14,7 @@ import pytest
 
 from tests.scripts import results_of, run_script
 
-pytestmark = [pytest.mark.spark, pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.spark, pytest.mark.cluster]
 
 RANKS_ARE_CHILDREN = True  # tests look for tasks and executors among the ancestors of a rank
 SPARK_HOME = Path(pyspark.__file__).parent
@@ -39,7 +39,6 @@ def on_a_local_cluster(folder: Path, *frameworks: str) -> subprocess.CompletedPr
 
 
 @pytest.mark.usefixtures("connect_port")
-@pytest.mark.timeout(500)
 @pytest.mark.parametrize("how", ["master", "remote"])
 def test_dynamic_allocation_is_refused_on_a_cluster_and_ignored_on_a_local_master(how, tmp_path):
     script = SCRIPT.with_name("dynamic_allocation_script.py")

@@ -45,7 +45,6 @@ def estimator(**more):
     return TorchEstimator(**{**params, **more})
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.filterwarnings("ignore:unclosed running multiprocessing pool:ResourceWarning")  # pyspark's
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_parameter_grid_is_searched_in_parallel_and_fits_share_prepared_rows(line, tmp_path, caplog):

@@ -88,7 +88,6 @@ def test_an_estimator_trains_on_a_store_and_its_model_predicts_from_there(spark,
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(300)
 @pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.filterwarnings("ignore:.*only affects:UserWarning")
 def test_a_bad_connection_does_not_change_the_result_of_a_fit_and_its_resumption(spark, s3, tmp_path):
@@ -131,7 +130,6 @@ def sparks_own_credentials(spark, s3):
 
 
 @pytest.mark.cluster
-@pytest.mark.timeout(300)
 def test_spark_writes_rows_to_s3_with_its_own_connector_if_present(s3, tmp_path):
     script = Path(__file__).with_name("s3a_script.py")
     results = results_of(run_script([sys.executable, script, s3a_jars(), json.dumps(s3.options)], tmp_path, 280))

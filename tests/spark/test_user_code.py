@@ -11,7 +11,7 @@ import pytest
 
 from tests.scripts import ROOT, results_of, run_script
 
-pytestmark = [pytest.mark.spark, pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.spark, pytest.mark.cluster]
 
 PROJECT = Path(__file__).with_name("project")
 SCRIPT = Path(__file__).with_name("user_code_script.py")

@@ -44,7 +44,6 @@ def _runs_with_gcc_11s_library(module: bytes) -> bool:
     return max(compilers, default=99) > 12 or max(needed) <= 29
 
 
-@pytest.mark.timeout(600)  # it compiles the core
 def test_the_wheel_contains_the_compiled_core_and_every_module_and_its_build_needs_no_framework(tmp_path: Path) -> None:
     blocked = tmp_path / "blocked"
     for name in ("torch", "tensorflow", "pyspark"):
