@@ -23,7 +23,7 @@ def running_gcs() -> Iterator[dict[str, Any]]:
         yield {"endpoint_url": json.loads(process.stdout.readline()), "token": "anon"}
     finally:
         process.kill()
-        process.communicate(timeout=20)
+        process.communicate(timeout=60)
 
 
 def _serve() -> None:

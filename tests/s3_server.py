@@ -50,7 +50,7 @@ def running_s3(python: str = sys.executable, address: str = "127.0.0.1") -> Iter
         yield S3(endpoint, options_for(endpoint))
     finally:
         process.kill()
-        process.communicate(timeout=20)
+        process.communicate(timeout=60)
 
 
 def _serve(address: str) -> None:

@@ -10,7 +10,7 @@ from sparkhvd.deadline import Deadline
 
 def soon() -> Deadline:
     """Return a deadline that leaves ample time for an action that takes a moment."""
-    return Deadline.after(20.0)
+    return Deadline.after(60.0)
 
 
 def happens(condition: Callable[[], bool], seconds: float) -> bool:

@@ -105,7 +105,7 @@ def test_a_context_cannot_be_offered_to_a_running_session():
 
 def test_a_process_that_never_calls_shutdown_ends_by_itself():
     script = "from sparkhvd.comm import session; session.init(); session.current().barrier(); print('end')"
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=False)
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "end\n", "")
 
 

@@ -16,7 +16,7 @@ def test_a_message_that_cannot_be_read_ends_the_host():
     received: queue.SimpleQueue[object] = queue.SimpleQueue()
     process = HostProcess(["/bin/sh", "-c", f"printf '{message}'; cat"], received.put)
     try:
-        assert received.get(timeout=30) == HostEnded(
+        assert received.get(timeout=60) == HostEnded(
             "it sent a message that this machine cannot read (ModuleNotFoundError: No module named 'no_such_module'). "
             "Install the same version of sparkhvd and its requirements on all hosts"
         )
@@ -43,7 +43,7 @@ def test_a_host_ends_with_its_launcher_even_if_a_forked_process_holds_its_stdin(
     launcher.kill()
     launcher.wait()
     try:
-        assert psutil.wait_procs([host], timeout=20.0)[1] == []
+        assert psutil.wait_procs([host], timeout=60)[1] == []
     finally:
         for process in (fork, host):
             if process.is_running():

@@ -67,14 +67,14 @@ def test_a_task_sends_heartbeats_before_and_after_it_has_a_rank(monkeypatch):
     monkeypatch.setattr("sparkhvd.task.driver_connection._BEAT_SECONDS", 0.05)
     driver = RecordingDriver()
     with Server(SECRET, driver) as server, closing(connection_of(0, server.port)) as connection:
-        early = [driver.messages.get(timeout=20.0) for _ in range(3)]
+        early = [driver.messages.get(timeout=60) for _ in range(3)]
         connection.attend(3, queue.SimpleQueue())
-        received = [driver.messages.get(timeout=20.0)]
+        received = [driver.messages.get(timeout=60)]
         while received[-1] == Flush():
-            received.append(driver.messages.get(timeout=20.0))
-        later = [driver.messages.get(timeout=20.0) for _ in range(2)]
+            received.append(driver.messages.get(timeout=60))
+        later = [driver.messages.get(timeout=60) for _ in range(2)]
         connection.report_phase("in fn")
-        while (last := driver.messages.get(timeout=20.0)) == Flush():
+        while (last := driver.messages.get(timeout=60)) == Flush():
             continue
     assert early == [TaskStatus(0, -1, "here", 100), Flush(), Flush()]
     assert [received[-1], *later] == [TaskStatus(0, 3, "here", 100, "before fn started"), Flush(), Flush()]

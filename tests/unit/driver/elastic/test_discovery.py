@@ -105,7 +105,7 @@ def test_changes_are_reported_and_failures_keep_the_last_slots():
     inbox = queue.SimpleQueue()
     bad = LaunchError("out of order")
     thread = DiscoveryThread(Scripted({"a": 1}, {"a": 1}, bad, bad, {"a": 1}, {"a": 2}), inbox, 0.01)
-    events = [inbox.get(timeout=10) for _ in range(3)]
+    events = [inbox.get(timeout=60) for _ in range(3)]
     thread.close()
     assert events == [
         Offered({"a": 1}),
@@ -118,7 +118,7 @@ def test_changes_are_reported_and_failures_keep_the_last_slots():
 def test_a_failure_before_the_first_slots_is_marked():
     inbox = queue.SimpleQueue()
     thread = DiscoveryThread(Scripted(OSError("no network"), {"a": 1}), inbox, 0.01)
-    events = [inbox.get(timeout=10) for _ in range(2)]
+    events = [inbox.get(timeout=60) for _ in range(2)]
     thread.close()
     assert events == [
         DiscoveryFailed("The hosts of the job cannot be determined: OSError: no network", True),
@@ -129,7 +129,7 @@ def test_a_failure_before_the_first_slots_is_marked():
 def test_a_function_that_calls_sys_exit_has_failed():
     inbox = queue.SimpleQueue()
     thread = DiscoveryThread(Scripted({"a": 1}, SystemExit(3), {"a": 2}), inbox, 0.01)
-    events = [inbox.get(timeout=10) for _ in range(3)]
+    events = [inbox.get(timeout=60) for _ in range(3)]
     thread.close()
     assert events == [
         Offered({"a": 1}),

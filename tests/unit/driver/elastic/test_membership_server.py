@@ -62,7 +62,7 @@ def test_a_forgotten_worker_needs_no_thread_and_its_reports_are_ignored():
         for worker in range(20):
             server.listen_to(worker)
             report(worker, 0, WAITING)
-            assert inbox.get(timeout=10) == Reported(worker, Report(WAITING, 0))
+            assert inbox.get(timeout=60) == Reported(worker, Report(WAITING, 0))
             if worker < 19:
                 server.forget(worker)
                 server.forget(worker)  # a second call does nothing
@@ -70,7 +70,7 @@ def test_a_forgotten_worker_needs_no_thread_and_its_reports_are_ignored():
         report(3, 1, SYNCED)
         report(3, 2, SYNCED)
         report(19, 1, SYNCED)
-        assert inbox.get(timeout=10) == Reported(19, Report(SYNCED, 0))
+        assert inbox.get(timeout=60) == Reported(19, Report(SYNCED, 0))
         assert inbox.empty()
     server.close()
     assert reader_threads() == 0
@@ -134,7 +134,7 @@ def test_a_loss_that_the_driver_reports_ends_only_the_collectives_of_its_generat
     peers: list[Communicator] = []
 
     def connect(generation: int) -> None:
-        assert inbox.get(timeout=30) == Reported(0, Report(WAITING, generation - 1))
+        assert inbox.get(timeout=60) == Reported(0, Report(WAITING, generation - 1))
         port = server.open_rendezvous(generation)
         server.assign(0, generation - 1, assignment_of_rank_0(generation, 2, port))
         peers.append(peer(server, generation, port))
@@ -168,11 +168,11 @@ def test_a_rank_whose_generation_ends_while_it_connects_waits_for_the_next_one(s
     reports: list[Report] = []
 
     def form_generations() -> None:
-        reports.append(inbox.get(timeout=30).report)
+        reports.append(inbox.get(timeout=60).report)
         with socket.create_server(("127.0.0.1", 0)) as rendezvous:
             server.assign(0, 0, assignment_of_rank_0(1, 2, rendezvous.getsockname()[1]))
             rendezvous.accept()[0].close()
-        reports.append(inbox.get(timeout=30).report)
+        reports.append(inbox.get(timeout=60).report)
         server.assign(0, 1, assignment_of_rank_0(2, 1, 0))
 
     with ThreadPoolExecutor(1) as driver:
@@ -202,17 +202,17 @@ def test_two_hundred_generations_leave_as_few_keys_as_one():
         thread.start()
         for _ in range(generations):
             before = survivor.generation
-            assert inbox.get(timeout=30).report.kind == WAITING
+            assert inbox.get(timeout=60).report.kind == WAITING
             lost = 1 + before  # a worker that is new in every generation
             server.listen_to(lost)
             with RendezvousClient(server.address.addresses, b"secret", Deadline.after(10)) as client:
                 client.set(report_key(lost, 0), Report(WAITING, 0).to_json(), Deadline.after(10))
-            assert inbox.get(timeout=30) == Reported(lost, Report(WAITING, 0))
+            assert inbox.get(timeout=60) == Reported(lost, Report(WAITING, 0))
             generation = before + 1
             port = server.open_rendezvous(generation)
             for worker, previous_generation in ((0, before), (lost, 0)):
                 server.assign(worker, previous_generation, assignment_of_rank_0(generation, 1, port))
-            assert inbox.get(timeout=30) == Reported(0, Report(SYNCED, generation))
+            assert inbox.get(timeout=60) == Reported(0, Report(SYNCED, generation))
             server.notify(generation)
             server.report_loss(generation, "why")
             server.forget(lost)

@@ -257,7 +257,7 @@ def test_children_of_a_killed_worker_end_with_it(worker, tmp_path):
     os.kill(worker.pid, signal.SIGKILL)
     assert event(worker) == Exited(-9)
     worker.close()
-    assert psutil.wait_procs([child], timeout=20.0)[1] == []
+    assert psutil.wait_procs([child], timeout=60)[1] == []
 
 
 def write_scratch_and_stay(path):
@@ -302,6 +302,6 @@ def test_a_worker_and_its_children_end_when_their_task_is_killed(tmp_path):
     task.kill()
     task.wait()
     try:
-        assert psutil.wait_procs(family, timeout=20.0)[1] == []
+        assert psutil.wait_procs(family, timeout=60)[1] == []
     finally:
         fork.kill()  # it holds the task's end of the socket

@@ -43,7 +43,7 @@ def templates(monkeypatch) -> Iterator[Templates]:
     monkeypatch.setattr(process_module, "TEMPLATES", templates)
     yield templates
     templates.close()
-    assert psutil.wait_procs(set(psutil.Process().children(recursive=True)) - before, timeout=20.0)[1] == []
+    assert psutil.wait_procs(set(psutil.Process().children(recursive=True)) - before, timeout=60)[1] == []
 
 
 @pytest.fixture
@@ -401,7 +401,7 @@ def test_killing_a_forked_worker_ends_its_children(tmp_path):
     os.kill(worker.pid, signal.SIGKILL)
     assert worker.events.get(timeout=60.0) == Exited(-signal.SIGKILL)
     worker.close()
-    assert psutil.wait_procs([child], timeout=20.0)[1] == []
+    assert psutil.wait_procs([child], timeout=60)[1] == []
 
 
 def test_closing_a_forked_worker_waits_for_the_end_of_its_process():
@@ -417,7 +417,7 @@ def test_closing_a_forked_worker_ends_its_process_group(tmp_path):
     worker = spawn()
     child = start_child(worker, tmp_path / "pid")
     worker.close()
-    assert psutil.wait_procs([child], timeout=20.0)[1] == []
+    assert psutil.wait_procs([child], timeout=60)[1] == []
 
 
 def parent_of(worker: WorkerProcess) -> psutil.Process:
@@ -434,7 +434,7 @@ def test_the_loss_of_a_forked_workers_parent_counts_as_a_kill(tmp_path):
     parent_of(worker).kill()
     assert worker.events.get(timeout=60.0) == Exited(-signal.SIGKILL)
     worker.close()
-    assert psutil.wait_procs([child], timeout=20.0)[1] == []
+    assert psutil.wait_procs([child], timeout=60)[1] == []
 
 
 def current_template() -> psutil.Process:
@@ -450,7 +450,7 @@ def test_a_killed_template_is_replaced():
     result(spawn(), os.getpid)
     killed = current_template()
     killed.kill()
-    psutil.wait_procs([killed], timeout=20.0)
+    psutil.wait_procs([killed], timeout=60)
     result(spawn(), os.getpid)  # the new template's first worker
     assert current_template().pid != killed.pid
 
@@ -466,7 +466,7 @@ def test_a_worker_that_is_forked_too_late_ends_and_leaves_nothing_behind(tmp_pat
     start(worker, start_child_and_stay, str(tmp_path / "pid"))
     slow_template.resume()
     result(spawn(), os.getpid)  # the template serves the earlier request first
-    assert psutil.wait_procs(slow_template.children(recursive=True), timeout=20.0)[1] == []
+    assert psutil.wait_procs(slow_template.children(recursive=True), timeout=60)[1] == []
     assert Path(psutil.Process(worker.pid).environ()["SPARKHVD_SCRATCH"]).is_dir()
     worker.close()
 
@@ -521,7 +521,7 @@ def test_a_template_ends_when_it_is_idle_and_its_workers_do_not(tmp_path):
     worker = spawn(seconds=1.0)
     idle = psutil.Process(worker.pid).parent().parent()
     child = start_child(worker, tmp_path / "pid")
-    assert psutil.wait_procs([idle], timeout=20.0)[1] == []
+    assert psutil.wait_procs([idle], timeout=60)[1] == []
     assert child.is_running()
     os.kill(worker.pid, signal.SIGTERM)
     assert worker.events.get(timeout=60.0) == Exited(-signal.SIGTERM)
@@ -540,7 +540,7 @@ def test_a_template_ends_with_the_process_that_started_it(tmp_path):
         template_process = psutil.Process(int(owner.stdout.readline()))
         assert template_process.is_running()
         owner.kill()
-    assert psutil.wait_procs([template_process], timeout=20.0)[1] == []
+    assert psutil.wait_procs([template_process], timeout=60)[1] == []
 
 
 def test_a_template_of_a_spark_task_outlives_the_task_and_ends_with_the_executor(monkeypatch):
@@ -554,7 +554,7 @@ def test_a_template_of_a_spark_task_outlives_the_task_and_ends_with_the_executor
         process_module.TEMPLATES.close()
         assert current_template() == template_process, "another task of the executor finds the template"
         executor.kill()
-        assert psutil.wait_procs([template_process], timeout=20.0)[1] == []
+        assert psutil.wait_procs([template_process], timeout=60)[1] == []
 
 
 def test_a_python_without_pidfd_open_can_watch_a_process(monkeypatch):
