@@ -297,10 +297,12 @@ def _refuse_repeated(names: Sequence[str], url: str) -> None:
 def _refuse_partition_columns(names: Iterable[str], in_files: Sequence[str], wanted: ColumnRequest, url: str) -> None:
     """Refuse columns that Spark reads from folder names, even if the files have other values for them."""
     stored = {name.lower(): name for name in in_files}
-    selected = None if wanted.features is None else {*wanted.features, *wanted.labels, wanted.weight}
+    selected = None
+    if wanted.features is not None:
+        selected = {name.lower() for name in (*wanted.features, *wanted.labels, wanted.weight) if name is not None}
     for folder in sorted(names):
         name = stored.get(folder.lower(), folder)
-        if name.startswith(RESERVED_PREFIX) or not (selected is None or name in selected):
+        if name.startswith(RESERVED_PREFIX) or not (selected is None or name.lower() in selected):
             continue
         where = "in the files of {} and also" if folder.lower() in stored else "not in the files of {} but"
         raise SchemaError(
@@ -320,7 +322,8 @@ def _selected(arrow: pa.Schema, wanted: ColumnRequest, packed: Mapping[str, peta
     others = [*wanted.labels, *([wanted.weight] if wanted.weight is not None else [])]
     features = wanted.features
     if features is None:
-        features = [name for name in arrow.names if name not in others and not name.startswith(RESERVED_PREFIX)]
+        left_out = {top for name in others for top in ([name] if name in arrow.names else _same(name, arrow.names))}
+        features = [name for name in arrow.names if name not in left_out and not name.startswith(RESERVED_PREFIX)]
     roles: list[tuple[str, Role]] = [(name, "feature") for name in features]
     roles += [(name, "label") for name in wanted.labels]
     roles += [(name, "weight") for name in others[len(wanted.labels) :]]
@@ -329,6 +332,36 @@ def _selected(arrow: pa.Schema, wanted: ColumnRequest, packed: Mapping[str, peta
 
 
 def _columns(
+    stored: Mapping[str, pa.DataType], name: str, role: Role, packed: Mapping[str, petastorm_schema.Field]
+) -> list[ColumnSpec]:
+    """Return the column itself, or one per field of a struct; case matters only if names differ by nothing else."""
+    if found := _exact_columns(stored, name, role, packed):
+        return found
+    spellings = _spellings(stored, name)
+    if len(spellings) > 1:
+        raise SchemaError(
+            f"Column {name!r} (requested as {role}) is ambiguous: the files have {', '.join(map(repr, spellings))}. "
+            "Use the spelling of one of them."
+        )
+    if not spellings:
+        raise no_such_column(name, role, [*stored], "The files have")
+    found = _exact_columns(stored, spellings[0], role, packed)
+    return [replace(column, name=name + column.name[len(name) :], source=column.path) for column in found]
+
+
+def _spellings(stored: Mapping[str, pa.DataType], name: str) -> list[str]:
+    """Return the columns, or fields of structs, whose names differ from ``name`` in upper and lower case only."""
+    key = name.lower()
+    related = [top for top in stored if f"{key}.".startswith(f"{top.lower()}.") or top.lower().startswith(f"{key}.")]
+    leaves = [".".join(leaf.path) for top in related for leaf in arrow_types.leaves((top,), stored[top])]
+    return list(dict.fromkeys(leaf[: len(name)] for leaf in leaves if f"{leaf.lower()}.".startswith(f"{key}.")))
+
+
+def _same(name: str, names: Iterable[str]) -> list[str]:
+    return [other for other in names if other.lower() == name.lower()]
+
+
+def _exact_columns(
     stored: Mapping[str, pa.DataType], name: str, role: Role, packed: Mapping[str, petastorm_schema.Field]
 ) -> list[ColumnSpec]:
     if name in packed and name in stored and packed[name].codec is not None:
@@ -341,10 +374,7 @@ def _columns(
     ]
     if len(fields) == 1 and name in packed:
         fields = [_as_declared(fields[0], packed[name], stored[fields[0].name])]
-    fields = [column for column in fields if column.name == name or column.name.startswith(f"{name}.")]
-    if not fields:
-        raise no_such_column(name, role, [*stored], "The files have")
-    return fields
+    return [column for column in fields if column.name == name or column.name.startswith(f"{name}.")]
 
 
 def _as_declared(column: ColumnSpec, field: petastorm_schema.Field, arrow: pa.DataType) -> ColumnSpec:

@@ -139,7 +139,7 @@ class PetastormSource:
 
     def _read(self) -> Iterator[tuple[Any, ...]]:
         """Yield the rows of this rank, with their values in the order of the schema."""
-        names = self._schema.names()
+        names = columns.stored_names(self._schema)
         options = {
             "schema_fields": [f"^{name}$" for name in names],
             "reader_pool_type": "dummy",

@@ -208,6 +208,19 @@ def test_a_field_of_a_struct_is_a_column_too(folder):
         opened(folder, ["s.x"])
 
 
+def test_names_are_found_in_any_case_unless_they_differ_in_nothing_else(tmp_path, folder):
+    files = opened(folder, ["S.B", "ID"], labels=["Y"])
+    assert files.manifest.schema.names() == ["S.B.c", "ID", "Y"]
+    rows = rows_of(files)
+    assert (rows["S.B.c"].tolist(), rows["ID"].tolist()) == ([-i for i in range(8)], list(range(8)))
+    assert "y" not in opened(folder, None, labels=["Y"], transformed=True).manifest.schema.names()
+    parquet.write_table(pa.table({"a": [1], "A": [2], "y": [0.5]}), tmp_path / "x.parquet")
+    assert opened(tmp_path / "x.parquet", None, labels=["A"]).manifest.schema.names() == ["a", "y", "A"]
+    parquet.write_table(pa.table({"bb": [1], "bB": [2], "y": [0.5]}), tmp_path / "x.parquet")
+    with pytest.raises(SchemaError, match=r"Column 'BB' .* is ambiguous: the files have 'bb', 'bB'\."):
+        opened(tmp_path / "x.parquet", ["BB"])
+
+
 def test_a_single_file_of_any_name_is_read(folder):
     files = opened(folder / "part-0.parquet")
     assert [file.path for file in files.manifest.train.files] == ["part-0.parquet"]
