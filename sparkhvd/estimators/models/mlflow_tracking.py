@@ -116,12 +116,14 @@ def track(
             stack.enter_context(new() if earlier is None else mlflow.start_run(run_id=earlier))
         else:
             return
-        logged = mlflow.get_run(mlflow.active_run().info.run_id).data.params
+        run = mlflow.get_run(mlflow.active_run().info.run_id)
         mlflow.set_tag(_TAG, run_id)
-        new_texts = {name: text for name, text in texts.items() if name not in logged}
+        new_texts = {name: text for name, text in texts.items() if name not in run.data.params}
+        # Without the tag, the user has logged the metrics of the run.
+        earlier_fit = run.info.run_id if _TAG in run.data.tags else None
         for write in (
             partial(_log_accepted, mlflow.log_params, new_texts, "parameters"),
-            partial(_log_history, mlflow, model.trained.history),
+            partial(_log_history, mlflow, model.trained.history, earlier_fit),
             partial(log_model, model, step=_epoch_of_model(model.trained.history, params)),
         ):
             with _failures_logged():
@@ -159,12 +161,13 @@ def _failures_logged() -> Iterator[None]:
         logger.warning("The training could not be written to MLflow: %s: %s", type(error).__name__, error)
 
 
-def _log_history(mlflow: ModuleType, history: Iterable[EpochRecord]) -> None:
+def _log_history(mlflow: ModuleType, history: Iterable[EpochRecord], earlier_fit: str | None) -> None:
+    """Log the metrics by epoch, except those that ``earlier_fit``, the MLflow run of a resumed fit, already has."""
     refused: set[str] = set()
-    run_id = mlflow.active_run().info.run_id
-    logged = {metric.step for metric in mlflow.MlflowClient().get_metric_history(run_id, _SPEED)}
+    metrics = [] if earlier_fit is None else mlflow.MlflowClient().get_metric_history(earlier_fit, _SPEED)
+    logged = {metric.step for metric in metrics}
     for record in history:
-        if record.epoch in logged:  # by the earlier fit that this one resumed
+        if record.epoch in logged:
             continue
         values = {
             f"{prefix}{name}": v for prefix, part in _METRIC_PREFIXES for name, v in getattr(record, part).items()

@@ -68,6 +68,7 @@ def mlflow(tmp_path, monkeypatch):
 def test_the_active_run_gets_parameters_metrics_by_epoch_and_a_model(mlflow, model, network):
     track(model, {"batch_size": 5})  # no run is active: nothing happens
     with mlflow.start_run() as run:
+        mlflow.log_metric("rows_per_second", 1.0, step=0)  # a metric of the user with the name of one of the fit's
         track(model, {"batch_size": 5, "model": network, "loss": "x" * 9000, "run_id": None})
     kept = mlflow.get_run(run.info.run_id).data
     assert {name: len(value) for name, value in kept.params.items()} == {"batch_size": 1, "model": 6, "loss": 500}
