@@ -132,7 +132,7 @@ class TrainHooks(Protocol):
         """Exchange the metrics of a step whose gradients are averaged, before the weights change; may be collective.
 
         A trainer that calls this hook in every step can let an elastic fit resume from the step before a failure, see
-        ``StepReport.recover``.
+        ``StepReport.prepare_recovery``.
 
         Args:
             epoch: the epoch, counted from 0.

@@ -92,8 +92,8 @@ def _no_state() -> bytes:
     return b""
 
 
-def _nothing_to_recover() -> None:
-    """Return None."""
+def _no_recovery() -> Callable[[], bytes | None]:
+    return lambda: None
 
 
 @dataclass(frozen=True)
@@ -117,8 +117,8 @@ class StepReport:
             from ``TrainHooks.metrics``; empty without such metrics.
         wants_end: whether this rank requests the end of the training after this epoch. A run that resumes within the
             epoch keeps the request, because the callback may not repeat it.
-        recover: returns the trainer's state at the end of this step after a later step has failed; None if the trainer
-            no longer has this state.
+        prepare_recovery: called at the end of this step. Returns a function that returns the trainer's state at this
+            moment after a later step has failed; None if the trainer no longer has this state.
     """
 
     epoch: int
@@ -131,4 +131,4 @@ class StepReport:
     synchronize: Callable[[], None] = _do_nothing
     metrics: Callable[[], bytes] = _no_state
     wants_end: bool = False
-    recover: Callable[[], bytes | None] = _nothing_to_recover
+    prepare_recovery: Callable[[], Callable[[], bytes | None]] = _no_recovery

@@ -265,7 +265,7 @@ class TorchTrainer:
                     synchronize=self._synchronize_within_epoch,
                     metrics=measures.state,
                     wants_end=run.stop,
-                    recover=self._unchanged_state(),
+                    prepare_recovery=self._unchanged_state,
                 )
                 hooks.on_step_end(report, self)
                 self._take_own_buffers()
@@ -284,10 +284,11 @@ class TorchTrainer:
         def versions() -> list[int]:
             return [parameter._version for parameter in modules.parameters()]  # noqa: SLF001 - PyTorch documents it
 
-        current = versions()
+        current, sums = versions(), _sums(modules)
 
         def unchanged() -> bytes | None:
-            is_changed = versions() != current or self._attributes.have_changed()
+            # A change through ``Tensor.data`` has no version. The sums show such changes of whole tensors.
+            is_changed = versions() != current or _sums(modules) != sums or self._attributes.have_changed()
             return None if is_changed or not _has_only_parameters(modules) else self.state()
 
         return unchanged
@@ -407,6 +408,14 @@ def _has_only_parameters(module: torch.nn.Module) -> bool:
     """Return whether a module has neither buffers nor extra states."""
     saved = module.state_dict(keep_vars=True).values()
     return next(module.buffers(), None) is None and all(isinstance(part, torch.nn.Parameter) for part in saved)
+
+
+def _sums(module: torch.nn.Module) -> list[torch.Tensor]:
+    """Return the sums of the parameters; a GPU computes them until they are compared."""
+    values = [parameter.detach() for parameter in module.parameters()]
+    # In half precision, most sums would be infinite or too coarse.
+    is_half = [value.is_floating_point() and value.element_size() < 4 for value in values]
+    return [(value.float() if half else value).sum() for value, half in zip(values, is_half, strict=True)]
 
 
 def _module_state(module: torch.nn.Module) -> dict[str, Any]:

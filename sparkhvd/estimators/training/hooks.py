@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -166,13 +166,18 @@ class RunHooks:
         """Prepare to resume from this step if a later one fails."""
         sums, self._step_sums = self._step_sums, None
         if self._commits is not None and sums is not None and report.step < report.steps:
-            self._commits.complete_step(partial(self._recovered, self._commits, report, sums))
+            recover = report.prepare_recovery()
+            self._commits.complete_step(partial(self._recovered, self._commits, report, sums, recover))
 
     def _recovered(
-        self, commits: Commits, report: StepReport, sums: Mapping[str, tuple[float, float]]
+        self,
+        commits: Commits,
+        report: StepReport,
+        sums: Mapping[str, tuple[float, float]],
+        recover: Callable[[], bytes | None],
     ) -> Checkpoint | None:
         """Return a checkpoint of a step that this rank has completed, after a later step has failed."""
-        state = report.recover()
+        state = recover()
         if state is None:
             return None
         if report.wants_end:
