@@ -25,7 +25,8 @@ class GradientExchange:
     Attributes:
         name: distinguishes several exchanges of one program; must be equal on all ranks.
         compression: compresses dense gradients for transfer.
-        sparse_as_dense: whether ``tf.IndexedSlices`` are converted to dense tensors; otherwise their rows are gathered.
+        sparse_as_dense: whether ``tf.IndexedSlices`` are converted to dense tensors; otherwise their rows are gathered
+            and those with the same index are added up.
         op: ``Average``, ``Sum``, or ``Adasum`` for dense gradients.
         predivide: with ``Average``, gradients are divided by it before the sum, and the sum is multiplied by it.
         process_set: the ranks that take part, all by default.

@@ -63,8 +63,9 @@ def allreduce(  # noqa: PLR0917  the order of the arguments is Horovod's
 
     Args:
         tensor: a dense tensor with the same shape and dtype on all ranks; or ``tf.IndexedSlices``, which are gathered
-            (for ``Average`` and ``Sum``), because their rows differ between ranks. The average of integer slices has
-            the dtype of TensorFlow's division: ``float32`` for up to 16 bits, else ``float64``.
+            (for ``Average`` and ``Sum``), because their rows differ between ranks. Rows with the same index are added
+            up. The average of integer slices has the dtype of TensorFlow's division: ``float32`` for up to 16 bits,
+            else ``float64``.
         average: deprecated, use ``op``.
         compression: compresses the tensor for transfer.
         op: ``Average`` (the default), ``Sum``, ``Min``, ``Max``, ``Product`` or ``Adasum``.
@@ -381,9 +382,10 @@ def join(process_set: ProcessSet | None = None) -> tf.Tensor:
 def reduce_slices(
     slices: Sequence[tf.IndexedSlices], reduction: Reduction, name: str | None, process_set: ProcessSet | None
 ) -> list[tf.IndexedSlices]:
-    """Concatenate the rows of all ranks, which are added up when the slices are applied; one call for all slices.
+    """Gather the rows of all ranks and add up those with the same index; one call for all slices.
 
-    Means of integers are not truncated: they have the dtype of TensorFlow's division.
+    Optimizers would use the squares of repeated rows instead of the square of their sum, so their result would depend
+    on the number of ranks. Means of integers are not truncated: they have the dtype of TensorFlow's division.
     """
     if not slices:
         return []
@@ -397,12 +399,22 @@ def reduce_slices(
     values = [_in_division_dtype(item.values) if op is ReduceOp.AVERAGE else item.values for item in slices]
     parts = [part for item, own in zip(slices, values, strict=True) for part in (_scaled(own, prescale), item.indices)]
     gathered = grouped_allgather(parts, name, process_set)
-    return [
-        tf.IndexedSlices(
-            _scaled(_with_gradient_of_sum(values, size), postscale, ranks), indices, dense_shape=item.dense_shape
-        )
-        for item, values, indices in zip(slices, gathered[::2], gathered[1::2], strict=True)
+    sums = [
+        _sums_by_index(_with_gradient_of_sum(values, size), indices)
+        for values, indices in zip(gathered[::2], gathered[1::2], strict=True)
     ]
+    return [
+        tf.IndexedSlices(_scaled(values, postscale, ranks), indices, dense_shape=item.dense_shape)
+        for item, (values, indices) in zip(slices, sums, strict=True)
+    ]
+
+
+def _sums_by_index(values: tf.Tensor, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Return the sums of the rows with the same index, and the indices without repetitions."""
+    unique, positions = tf.unique(indices)
+    is_integer = values.dtype.is_integer or values.dtype.is_bool
+    terms = tf.cast(values, tf.int64) if is_integer else values  # TensorFlow cannot add all types of integers
+    return tf.cast(tf.math.unsorted_segment_sum(terms, positions, tf.size(unique)), values.dtype), unique
 
 
 def _with_gradient_of_sum(gathered: tf.Tensor, ranks: Any) -> tf.Tensor:

@@ -53,6 +53,27 @@ def train_apart():
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
 
 
+def train_embedding():
+    """Compare ranks that exchange rows or dense gradients with one rank that trains on whole batches."""
+    mine = [hvd.add_process_set([rank]) for rank in range(hvd.size())][hvd.rank()]
+    rng = np.random.default_rng(0)
+    words, targets = rng.integers(0, 7, (48, 1)), rng.normal(size=(48, 1)).astype(np.float32)
+
+    def trained(part, batch_size, **options):
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.layers.Embedding(7, 3), keras.layers.Flatten(), keras.layers.Dense(1)])
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.05, global_clipnorm=0.5), **options)
+        model.compile(optimizer=optimizer, loss="mse", jit_compile=False)
+        model.fit(words[part], targets[part], batch_size=batch_size, epochs=2, shuffle=False, verbose=0)
+        return model.get_weights()
+
+    alone = trained(slice(None), 16, process_set=mine)
+    for sparse_as_dense in (False, True):
+        together = trained(slice(hvd.rank(), None, 2), 8, sparse_as_dense=sparse_as_dense)
+        for one, other in zip(alone, together, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+
+
 def copies_of(optimizer):
     """Return copies of an optimizer by all methods with which Keras and Python copy objects, by method."""
     config = optimizer.get_config()
@@ -226,6 +247,10 @@ def test_gradients_may_be_compressed(group):
 
 def test_the_ranks_of_a_process_set_train_independently(group):
     group.run(train_apart)
+
+
+def test_sparse_gradients_train_like_dense_ones_with_any_number_of_ranks(group):
+    group.run(train_embedding)
 
 
 def test_ranks_train_together_if_one_has_made_more_optimizers_and_layers(group):

@@ -248,9 +248,12 @@ def reduce_slices():
         gradients.append(bool(tf.reduce_all(tf.equal(sparse_gradient, tf.gather(dense_gradient, [0, 2])))))
     assert gradients == [True, True], gradients
     counts = tf.IndexedSlices(tf.constant([[7], [-7]]), tf.constant([rank, 2]), tf.constant([4, 1]))
-    assert hvd.allreduce(counts).values[:, 0].numpy().tolist() == [3.5, -3.5, 3.5, -3.5]
+    means = hvd.allreduce(counts)
+    assert (means.indices.numpy().tolist(), means.values[:, 0].numpy().tolist()) == ([0, 2, 1], [3.5, -7.0, 3.5])
     large = tf.IndexedSlices(tf.constant([[2**53 + 1]], tf.int64), tf.constant([rank]), tf.constant([4, 1]))
     assert hvd.allreduce(large, op=hvd.Sum).values[:, 0].numpy().tolist() == [2**53 + 1] * 2
+    short = tf.IndexedSlices(tf.constant([[3]], tf.int16), tf.constant([1]), tf.constant([4, 1]))
+    assert hvd.allreduce(short, op=hvd.Sum).values[:, 0].numpy().tolist() == [6]
 
 
 def scale_in_double_precision():
@@ -457,7 +460,7 @@ def test_indexed_slices_are_gathered_and_summed(group):
 
 
 def test_scale_factors_have_the_precision_of_the_values(group):
-    assert group.run(scale_in_double_precision) == [([0.1], [0.1, 0.1])] * 2
+    assert group.run(scale_in_double_precision) == [([0.1], [0.2])] * 2
 
 
 @pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
