@@ -19,25 +19,27 @@ class GradientAccumulation:
     expect steps.
 
     Args:
-        ends_step: returns whether the current batch ends the step; called once per batch.
+        position: returns whether the current batch ends the step, and the factor for the sums of the step's earlier
+            batches; called once per batch.
         variables: the trained variables. The sums are not variables of the optimizer, so they are not saved.
     """
 
-    def __init__(self, ends_step: Callable[[], bool], variables: Sequence[Any]) -> None:
-        self._ask = ends_step
-        self._ends_step: Any = True  # of the batch that is being computed or traced
+    def __init__(self, position: Callable[[], tuple[bool, float]], variables: Sequence[Any]) -> None:
+        self._ask = position
+        self._ends_step: Any = True  # of the batch that is being computed or traced, like the next one
+        self._factor_of_sums: Any = 1.0
         self._sums = {id(v): keras.Variable(keras.ops.zeros(v.shape, v.dtype), trainable=False) for v in variables}
 
     def begin_batch(self, gradients: Sequence[Any]) -> None:
-        """Determine whether this batch ends the step."""
+        """Determine whether this batch ends the step, and the factor for the sums."""
         if keras.config.backend() == "tensorflow":
             import tensorflow as tf  # noqa: PLC0415  (only the backend in use is imported)
 
             ask = self._ask  # TensorFlow keeps the function in memory, which must not refer to the sums
-            self._ends_step = tf.py_function(lambda *_: ask(), _dependency_on(gradients), tf.bool)
-            self._ends_step.set_shape([])
+            position = tf.py_function(lambda *_: ask(), _dependency_on(gradients), [tf.bool, tf.float64])
+            self._ends_step, self._factor_of_sums = (tf.ensure_shape(value, []) for value in position)
         else:
-            self._ends_step = self._ask()
+            self._ends_step, self._factor_of_sums = self._ask()
 
     def skipped_steps(self, dtype: str) -> Any:
         """Return 1 if this batch takes no step, else 0."""
@@ -46,7 +48,10 @@ class GradientAccumulation:
     def accumulate(self, gradients: Sequence[Any], variables: Sequence[Any], take_step: Callable[..., None]) -> None:
         """Add the gradients to the sums; at the end of a step, call ``take_step`` with the sums and reset them."""
         sums = [self._sums[id(variable)] for variable in variables]
-        added = [keras.ops.add(sums[index], gradient) for index, gradient in enumerate(gradients)]
+        added = [
+            keras.ops.add(scaled(keras.ops.convert_to_tensor(total), self._factor_of_sums), gradient)
+            for total, gradient in zip(sums, gradients, strict=True)
+        ]
 
         def end() -> None:
             take_step(added, variables)

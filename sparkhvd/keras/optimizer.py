@@ -154,18 +154,19 @@ class ExchangingOptimizer:
                 "model. Wrap a new optimizer with PartialDistributedOptimizer instead."
             )
 
-    def weight_by(self, share: Callable[[], float], ends: Callable[[], bool] | None = None) -> None:
+    def weight_by(self, share: Callable[[], float], position: Callable[[], tuple[bool, float]] | None = None) -> None:
         """Weight every batch by its share of a step's rows, instead of weighting all ranks equally.
 
         Args:
             share: called during a batch, whenever gradients are applied. Returns the number of rows of this rank's
                 batch, divided by the number of rows of all batches of all ranks in the step; 0 for a rank without rows.
-            ends: returns whether the current batch is the last one of its step. None if every batch is a step.
-                Otherwise the optimizer must be built.
+            position: returns whether the current batch is the last one of its step, and the factor for the gradients of
+                the step's earlier batches. None if every batch is a step. Otherwise the optimizer must be built.
         """
         object.__setattr__(self, "_weight", BatchWeight(share))
         trained = self._trainable_variables  # type: ignore[attr-defined]
-        object.__setattr__(self, "_accumulation", None if ends is None else GradientAccumulation(ends, trained))
+        accumulation = None if position is None else GradientAccumulation(position, trained)
+        object.__setattr__(self, "_accumulation", accumulation)
 
     def exchange_as(self, name: str) -> None:
         """Exchange gradients under a name that is equal on all ranks.
@@ -213,12 +214,14 @@ class ExchangingOptimizer:
         if self._weight is not None:
             variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)  # type: ignore[attr-defined]
             grads, trainable_variables = self._weight.weighted_gradients(grads, variables), variables
-        if self._accumulation is not None:
-            self._accumulation.begin_batch(grads)
-        super().apply(grads, trainable_variables)  # type: ignore[misc]  # a method of the optimizer's own class
-        if self._accumulation is not None:  # Keras counts every batch as a step
-            steps: Any = self._iterations  # type: ignore[attr-defined]
-            steps.assign_sub(self._accumulation.skipped_steps(steps.dtype))
+        apply = super().apply  # type: ignore[misc]  # a method of the optimizer's own class
+        if self._accumulation is None:
+            apply(grads, trainable_variables)
+            return
+        self._accumulation.begin_batch(grads)
+        apply(grads, trainable_variables)
+        steps: Any = self._iterations  # type: ignore[attr-defined]  # Keras counts every batch as a step
+        steps.assign_sub(self._accumulation.skipped_steps(steps.dtype))
 
     def _backend_apply_gradients(self, grads: Sequence[Any], trainable_variables: Sequence[Any]) -> None:
         object.__setattr__(self, "_applied_to", trainable_variables)
@@ -287,9 +290,9 @@ class DeltaOptimizer(ExchangingOptimizer):
     ranks.
     """
 
-    def weight_by(self, share: Callable[[], float], ends: Callable[[], bool] | None = None) -> None:
+    def weight_by(self, share: Callable[[], float], position: Callable[[], tuple[bool, float]] | None = None) -> None:
         """Raise ``ConfigError``: Adasum does not weight ranks by their rows."""
-        del share, ends
+        del share, position
         raise ConfigError(
             "An estimator weights the ranks by their rows, which op=Adasum cannot do. Wrap the optimizer with "
             "op=Average, or train with sparkhvd.run."

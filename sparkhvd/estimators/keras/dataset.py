@@ -126,6 +126,10 @@ class BatchDataset(keras.utils.PyDataset):  # type: ignore[misc]  # keras has no
         with self._lock:
             return self._shares[batch]
 
+    def begins_step(self, index: int) -> bool:
+        """Return whether a batch of the epoch is the first one of a step."""
+        return index % self._passes == 0
+
     def is_end_of_step(self, index: int) -> bool:
         """Return whether a batch of the epoch is the last one of a step."""
         return (index + 1) % self._passes == 0 or index + 1 == len(self)

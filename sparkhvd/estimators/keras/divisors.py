@@ -22,9 +22,13 @@ class CurrentBatch:
 
     def __init__(self) -> None:
         self._batch: tuple[BatchDataset, int] | None = None
+        # The rows and divisors of all ranks in the batches of the step so far; empty without masks.
+        self._divided: dict[int, tuple[int, float]] = {}
 
     def begin(self, data: BatchDataset, batch: int) -> None:
         """Begin a batch that all ranks compute."""
+        if data.begins_step(batch):
+            self._divided.clear()
         self._batch = data, batch
 
     def end(self) -> None:
@@ -32,11 +36,23 @@ class CurrentBatch:
         self._batch = None
 
     def share(self) -> float:
-        """Return this rank's rows in the batch, as a fraction of all ranks' rows in the batch's step.
+        """Return this rank's weight in the step: its rows as a fraction of all ranks' rows in the batch's step.
 
-        Ranks that train a batch in a callback have equal shares.
+        If the loss divides by unmasked values, which are unknown for the next batches of the step, the weight is that
+        in a step that ends with this batch; see ``position``. Ranks that train a batch in a callback have equal shares.
         """
-        return 1.0 / session.current().world.size if self._batch is None else self._batch[0].share_of(self._batch[1])
+        if self._batch is None:
+            return 1.0 / session.current().world.size
+        part = self._divided_part()
+        return self._batch[0].share_of(self._batch[1]) if part is None else self.share_of_batch() * part
+
+    def _divided_part(self) -> float | None:
+        """Return the divisor of the batch, as a fraction of those of the step so far; None without masks."""
+        if self._batch is None or self._batch[1] not in self._divided:
+            return None
+        own = self._divided[self._batch[1]]
+        rows, divisors = (sum(values) for values in zip(*self._divided.values(), strict=True))
+        return own[1] / divisors if divisors else own[0] / rows
 
     def share_of_batch(self) -> float:
         """Return this rank's rows in the batch, as a fraction of all ranks' rows in the batch."""
@@ -45,13 +61,17 @@ class CurrentBatch:
         rows, global_rows = self._batch[0].rows_of(self._batch[1])
         return rows / global_rows
 
-    def ends_step(self) -> bool:
-        """Return whether the batch is the last one of its step."""
-        return self._batch is None or self._batch[0].is_end_of_step(self._batch[1])
+    def position(self) -> tuple[bool, float]:
+        """Return whether the batch is the last one of its step, and the factor for the sums of the batches before it.
+
+        The factor reduces the weights of the earlier batches to those in a step that ends with this batch.
+        """
+        ends, part = self._batch is None or self._batch[0].is_end_of_step(self._batch[1]), self._divided_part()
+        return ends, 1.0 if part is None else 1.0 - part
 
     def has_rows(self) -> bool:
         """Return whether this rank has rows in the batch."""
-        return self.share() > 0
+        return self.share_of_batch() > 0
 
     def factor(self, divisor: float, name: str) -> float:
         """Return the factor from this rank's share of the rows to its share of the divisors; collective in a batch."""
@@ -61,11 +81,19 @@ class CurrentBatch:
         rows, global_rows = data.rows_of(batch)
         own = divisor if rows else 0.0
         total = float(session.current().allreduce(np.array([own]), ReduceOp.SUM, name=name)[0])
+        self._divided[batch] = global_rows, total
         return own / total * global_rows / rows if rows and total else 0.0
 
 
-def divide_over_ranks(model: keras.Model, current: CurrentBatch) -> None:
-    """Make the losses of a compiled model divide by the unmasked values of all ranks."""
+def divide_over_ranks(model: keras.Model, current: CurrentBatch, *, accumulates: bool = False) -> None:
+    """Make the losses of a compiled model divide by the unmasked values of all ranks.
+
+    Args:
+        model: the model.
+        current: the batch that the model computes.
+        accumulates: whether a step has several batches. Their sum of gradients has one divisor, so a model with several
+            losses may then have no masks.
+    """
     compiled = model._compile_loss  # noqa: SLF001  (compile resolves losses when it sees the first outputs)
     if compiled is None:
         return
@@ -73,8 +101,9 @@ def divide_over_ranks(model: keras.Model, current: CurrentBatch) -> None:
 
     def build_and_wrap(*args: keras.KerasTensor) -> None:
         build(*args)
+        refuses_masks = accumulates and len(compiled._flat_losses) > 1  # noqa: SLF001
         losses = [
-            entry._replace(loss=_divided_over_ranks(entry.loss, current, f"loss divisor {index}"))
+            entry._replace(loss=_divided_over_ranks(entry.loss, current, f"loss divisor {index}", refuses_masks))
             for index, entry in enumerate(compiled._flat_losses)  # noqa: SLF001
         ]
         if compiled.metrics:  # the means of the losses, if there are several
@@ -87,7 +116,9 @@ def divide_over_ranks(model: keras.Model, current: CurrentBatch) -> None:
     compiled.build = build_and_wrap
 
 
-def _divided_over_ranks(loss: keras.losses.Loss, current: CurrentBatch, name: str) -> Callable[..., keras.KerasTensor]:
+def _divided_over_ranks(
+    loss: keras.losses.Loss, current: CurrentBatch, name: str, refuses_masks: bool
+) -> Callable[..., keras.KerasTensor]:
     if type(loss).__call__ is not keras.losses.Loss.__call__:
         unchanged: Callable[..., keras.KerasTensor] = loss  # a user-defined __call__ reduces the loss itself
         return unchanged
@@ -110,6 +141,12 @@ def _divided_over_ranks(loss: keras.losses.Loss, current: CurrentBatch, name: st
         divisor = _divisor([_mask(outputs), _mask(computed.pop())])
         if divisor is None or getattr(getattr(divisor, "device", None), "type", None) == "meta":
             return value
+        if refuses_masks:
+            raise ParamError(
+                f"The loss {loss.name!r} has a mask, and the model has several losses. backward_passes_per_step > 1 "
+                "cannot accumulate such gradients, because every loss divides by its own number of unmasked values. "
+                "Set backward_passes_per_step=1, or multiply the losses by the mask in a custom loss."
+            )
         return value * keras.ops.cast(_constant(divisor, lambda number: current.factor(number, name)), value.dtype)
 
     return compute

@@ -190,7 +190,7 @@ class KerasTrainer:
         current = CurrentBatch()
         sync_layers = _sync_layers(self._model)
         self._weight_by_rows(optimizer, sync_layers, current)
-        divide_over_ranks(self._model, current)
+        divide_over_ranks(self._model, current, accumulates=self._spec.backward_passes_per_step > 1)
         seeds = RandomStates(self._model, self._spec, session.current().world.rank, hooks)
         sums = getattr(optimizer, "_accumulated_gradients", ())  # exists if gradient_accumulation_steps is set
         checkpoint_callback = self._package.checkpoint_callback
@@ -288,7 +288,7 @@ class KerasTrainer:
     ) -> None:
         """Weight gradients, and the rows of synchronized layers, by the rows that the ranks have in the batch."""
         passes = self._spec.backward_passes_per_step
-        optimizer.weight_by(current.share, current.ends_step if passes > 1 else None)
+        optimizer.weight_by(current.share, current.position if passes > 1 else None)
         for name, other in self._additional_optimizers().items():
             if isinstance(other, ExchangingOptimizer):
                 other.exchange_as(name)

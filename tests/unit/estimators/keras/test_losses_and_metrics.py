@@ -10,7 +10,7 @@ import pytest
 
 from sparkhvd.comm import session
 from sparkhvd.comm.collectives.buffers import ReduceOp
-from sparkhvd.errors import HorovodInternalError
+from sparkhvd.errors import HorovodInternalError, ParamError
 from sparkhvd.estimators.keras.divisors import CurrentBatch, divide_over_ranks
 from sparkhvd.estimators.keras.metrics import create_metrics_before_training
 from sparkhvd.estimators.keras.plugin import PLUGIN
@@ -55,21 +55,25 @@ def model_loss_and_rows(kind, count):
     return network(), loss_ignoring_a_class(), WEIGHTED if kind == "weighted" else DATA, rows(count)
 
 
-def train_with_ignored_values(kind, sizes):
+def train_with_ignored_values(kind, sizes, passes):
     model, loss, data, all_rows = model_loss_and_rows(kind, sum(map(sum, sizes)))
     params = parameters(data, model=model, loss=loss, optimizer=keras.optimizers.SGD(0.1), metrics=None)
-    trainer = PLUGIN.trainer(PLUGIN.pack(params), spec(data, epochs=2), session.current().world)
+    train_spec = spec(data, epochs=2, backward_passes_per_step=passes)
+    trainer = PLUGIN.trainer(PLUGIN.pack(params), train_spec, session.current().world)
     own = partition_rows({name: all_rows[name] for name in data.names()}, sizes, session.current().world.rank, data)
     trainer.fit(own, own, hooks := Hooks())
     record = average_over_ranks(hooks.reports[-1], session.current())
     return trainer._model.get_weights(), record.train["loss"], record.validation["loss"]
 
 
-@pytest.mark.parametrize("kind", ["ignored", "weighted", "masked", "masked and weighted"])
-def test_losses_with_masks_divide_by_the_unmasked_values_of_all_ranks(group, kind):
+@pytest.mark.parametrize(
+    ("kind", "passes"),
+    [*((kind, 1) for kind in ("ignored", "weighted", "masked", "masked and weighted")), ("weighted", 2), ("masked", 3)],
+)
+def test_losses_with_masks_divide_by_the_unmasked_values_of_a_step(group, kind, passes):
     """One rank has no rows in one step, and only masked rows in another; check training and validation."""
     sizes = [*PARTIAL_END[:3], (4, 4), (3, 1), (2, 0)]
-    (mine, loss, validation), (other, _, _) = group.run(train_with_ignored_values, kind, sizes)
+    (mine, loss, validation), (other, _, _) = group.run(train_with_ignored_values, kind, sizes, passes)
     model, plain_loss, _, all_rows = model_loss_and_rows(kind, sum(map(sum, sizes)))
     model.compile(optimizer=keras.optimizers.SGD(0.1), loss=plain_loss)
 
@@ -78,19 +82,33 @@ def test_losses_with_masks_divide_by_the_unmasked_values_of_all_ranks(group, kin
         weights = {"weighted": all_rows.get("w"), "masked and weighted": all_rows["w"][:, None]}.get(kind)
         return None if weights is None else weights[part]
 
-    def mean(step):
-        """Return the mean of the batches' losses, weighted by their rows."""
-        ends = np.cumsum([sum(size) for size in sizes])
-        parts = [slice(end - sum(size), end) for end, size in zip(ends, sizes, strict=True)]
+    def mean(step, batches):
+        """Return the mean of the losses of steps of several batches, weighted by their rows."""
+        counts = [sum(map(sum, sizes[first : first + batches])) for first in range(0, len(sizes), batches)]
+        ends = np.cumsum(counts)
+        parts = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
         losses = [float(step(all_rows["x"][part], all_rows["y"][part], weighted(part))) for part in parts]
-        return sum(each * sum(size) for each, size in zip(losses, sizes, strict=True)) / ends[-1]
+        return np.average(losses, weights=counts)
 
-    trained = [mean(model.train_on_batch) for _ in range(2)][-1]
-    tested = mean(model.test_on_batch)
+    trained = [mean(model.train_on_batch, passes) for _ in range(2)][-1]
+    tested = mean(model.test_on_batch, 1)
     for one, two, plain in zip(mine, other, model.get_weights(), strict=True):
         np.testing.assert_array_equal(one, two)
         np.testing.assert_allclose(one, plain, rtol=1e-4, atol=1e-6)
-    assert (loss, validation) == pytest.approx((trained, tested), rel=1e-4)
+    assert validation == pytest.approx(tested, rel=1e-4)
+    if passes == 1:  # the reported loss is a mean of the batches' losses
+        assert loss == pytest.approx(trained, rel=1e-4)
+
+
+def test_several_losses_with_masks_are_not_accumulated():
+    inputs = keras.Input((5,), dtype="int32")
+    hidden = keras.layers.Embedding(4, 3, mask_zero=True)(inputs)
+    model = keras.Model(inputs, [keras.layers.Dense(1)(hidden), keras.layers.Dense(1)(hidden)])
+    model.compile(optimizer="sgd", loss=["mse", "mae"], run_eagerly=True)
+    divide_over_ranks(model, CurrentBatch(), accumulates=True)
+    all_rows = sequences(4)
+    with pytest.raises(ParamError, match=r"The loss 'mse' has a mask, and the model has several losses\."):
+        model.train_on_batch(all_rows["x"], [all_rows["y"], all_rows["y"]])
 
 
 CALLS: list[int] = []
