@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import keras
@@ -28,6 +29,7 @@ class GradientAccumulation:
         self._ask = position
         self._ends_step: Any = True  # of the batch that is being computed or traced, like the next one
         self._factor_of_sums: Any = 1.0
+        self._constraints: dict[int, Callable[[Any], Any]] = {}  # by the ids of the variables
         self._sums = {id(v): keras.Variable(keras.ops.zeros(v.shape, v.dtype), trainable=False) for v in variables}
 
     def begin_batch(self, gradients: Sequence[Any]) -> None:
@@ -45,6 +47,19 @@ class GradientAccumulation:
         """Return 1 if this batch takes no step, else 0."""
         return 1 - keras.ops.cast(self._ends_step, dtype)
 
+    @contextmanager
+    def constraints_after_steps(self, variables: Sequence[Any]) -> Iterator[None]:
+        """Keep Keras from applying the variables' constraints after every batch; ``accumulate`` applies them."""
+        constrained = [(variable, variable.constraint) for variable in variables if variable.constraint is not None]
+        self._constraints = {id(variable): constraint for variable, constraint in constrained}
+        for variable, _ in constrained:
+            variable.constraint = None
+        try:
+            yield
+        finally:
+            for variable, constraint in constrained:
+                variable.constraint = constraint
+
     def accumulate(self, gradients: Sequence[Any], variables: Sequence[Any], take_step: Callable[..., None]) -> None:
         """Add the gradients to the sums; at the end of a step, call ``take_step`` with the sums and reset them."""
         sums = [self._sums[id(variable)] for variable in variables]
@@ -55,6 +70,9 @@ class GradientAccumulation:
 
         def end() -> None:
             take_step(added, variables)
+            for variable in variables:
+                if (constraint := self._constraints.get(id(variable))) is not None:
+                    variable.assign(constraint(variable))
             for total in sums:
                 total.assign(keras.ops.zeros(total.shape, total.dtype))
 

@@ -219,7 +219,8 @@ class ExchangingOptimizer:
             apply(grads, trainable_variables)
             return
         self._accumulation.begin_batch(grads)
-        apply(grads, trainable_variables)
+        with self._accumulation.constraints_after_steps(trainable_variables):
+            apply(grads, trainable_variables)
         steps: Any = self._iterations  # type: ignore[attr-defined]  # Keras counts every batch as a step
         steps.assign_sub(self._accumulation.skipped_steps(steps.dtype))
 

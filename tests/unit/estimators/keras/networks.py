@@ -75,7 +75,8 @@ WEIGHTED_SEQUENCES = schema(**SEQUENCE_COLUMNS, w=("weight", "float64", (), "sca
 
 
 def masked_network():
-    layers = [keras.layers.Embedding(4, 3, mask_zero=True), keras.layers.Dense(1)]
+    """Return a network whose weights violate a constraint until the end of the first step."""
+    layers = [keras.layers.Embedding(4, 3, mask_zero=True), keras.layers.Dense(1, kernel_constraint="non_neg")]
     model = keras.Sequential([keras.Input((5,), dtype="int32"), *layers])
     random = np.random.default_rng(3)
     model.set_weights([random.normal(size=weight.shape) / 4 for weight in model.get_weights()])
