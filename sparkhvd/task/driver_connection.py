@@ -13,7 +13,7 @@ from sparkhvd.rpc.client import Client, connect
 from sparkhvd.rpc.frames import is_host_unreachable
 from sparkhvd.rpc.messages import ExchangeIntroductions, ExchangeUnavailable, Flush, Introductions, Rejected, TaskStatus
 from sparkhvd.rpc.registration import Introduction
-from sparkhvd.task.failure_report import STARTING
+from sparkhvd.task.failure_report import LAUNCH, STARTING, FailureReport
 from sparkhvd.task.job import Job
 from sparkhvd.task.supervision import ServerLost
 from sparkhvd.task.task_info import TaskInfo
@@ -29,7 +29,8 @@ _SILENT_SECONDS = 6.0
 class DriverConnection:
     """A connection that opens in the background and carries heartbeats until ``close``.
 
-    If a host becomes unreachable, the driver and the task notice it at the same time. If the task cannot connect, the
+    If a host becomes unreachable, the driver and the task notice it at the same time. If the driver ends, the task ends
+    the job: a process that the driver has forked may keep Spark's JVM alive. If the task cannot connect at first, the
     job continues without this connection: a task need not be able to reach the driver.
 
     Args:
@@ -41,8 +42,8 @@ class DriverConnection:
         self._job = job
         self._task = task
         self._lock = threading.Lock()
-        self._client: Client | None = None  # guarded by _lock
-        self._closed = False  # guarded by _lock
+        self._client: Client | None = None  # the newest one; guarded by _lock
+        self._closed = False  # written with _lock held
         self._rank, self._phase = -1, ""  # written before _phase_changed is set
         self._phase_changed = threading.Event()
         self._events: queue.SimpleQueue[object] | None = None  # written before _has_rank is set
@@ -84,11 +85,11 @@ class DriverConnection:
 
         Args:
             rank: the rank of this task.
-            events: receives ``ServerLost`` when the driver's host becomes unreachable.
+            events: receives ``ServerLost`` when the driver's host becomes unreachable, and a ``FailureReport`` when the
+                driver has ended: there is nobody for whom Spark should retry the job.
         """
-        self._events = events
+        self._rank, self._events = rank, events
         self._has_rank.set()
-        self._rank = rank
         self.report_phase(STARTING)
 
     def report_phase(self, phase: str) -> None:
@@ -103,10 +104,9 @@ class DriverConnection:
                 self._client.wake()
         self._has_rank.set()
         self._phase_changed.set()
-        client = self._opened.result()
         self._ended.result()
-        if client is not None:
-            client.close()
+        if self._client is not None:
+            self._client.close()
 
     def _open(self) -> Client | None:
         try:
@@ -115,16 +115,30 @@ class DriverConnection:
         except OSError:
             return None
         with self._lock:
-            self._client = client
+            previous, self._client = self._client, client
             if self._closed:
                 client.wake()
+        if previous is not None:
+            previous.close()
         self._send_status(client)
         return client
 
     def _watch(self) -> None:
         client = self._opened.result()
-        if client is None:
-            return
+        while client is not None:
+            error = self._send_heartbeats(client)
+            self._has_rank.wait()
+            if self._closed or self._events is None:
+                return
+            if is_host_unreachable(error):
+                self._events.put(ServerLost(f"this host cannot reach the driver's host any more ({error})"))
+                return
+            client = self._open()  # a device of the network may have broken the connection
+            if client is None and not self._closed:
+                self._events.put(_driver_ended(self._task.host, error))
+
+    def _send_heartbeats(self, client: Client) -> OSError:
+        """Send heartbeats until the connection breaks, and return its error."""
         forever = Deadline(math.inf)  # a stopped driver may resume later
         try:
             client.set_ack_timeout(_SILENT_SECONDS)
@@ -134,9 +148,7 @@ class DriverConnection:
                     self._send_status(client)
                 client.ask(Flush(), forever)
         except OSError as error:
-            self._has_rank.wait()
-            if is_host_unreachable(error) and self._events is not None:
-                self._events.put(ServerLost(f"this host cannot reach the driver's host any more ({error})"))
+            return error
 
     def _send_status(self, client: Client) -> None:
         message = TaskStatus(self._task.index, self._rank, self._task.host, self._task.attempt, self._phase)
@@ -144,3 +156,11 @@ class DriverConnection:
             client.send(message, Deadline.after(_SEND_SECONDS))
         except OSError:
             return  # the next read from the connection raises
+
+
+def _driver_ended(host: str, error: OSError) -> FailureReport:
+    cause = (
+        f"The driver of this job has ended, so its ranks were ended, too. The task on host {host} lost its connection "
+        f"to the driver ({str(error).removesuffix('.')}) and cannot connect again. See the driver's log."
+    )
+    return FailureReport(-1, "", cause, kind=LAUNCH)

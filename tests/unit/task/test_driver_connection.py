@@ -14,6 +14,7 @@ from sparkhvd.rpc.messages import Acknowledged, ExchangeIntroductions, Flush, Me
 from sparkhvd.rpc.registration import Introduction, TaskOffer
 from sparkhvd.rpc.server import Server
 from sparkhvd.task.driver_connection import DriverConnection
+from sparkhvd.task.failure_report import LAUNCH
 from sparkhvd.task.job import Job
 from sparkhvd.task.task_info import TaskInfo
 
@@ -121,3 +122,44 @@ def test_the_loss_of_the_driver_ends_the_wait_for_the_exchange():
         pytest.raises(LaunchError, match=message),
     ):
         connection.exchange_introductions(introduction(0))
+
+
+class DroppingDriver:
+    """A driver that loses the connection of a task when the task first reports its rank."""
+
+    def __init__(self) -> None:
+        self.statuses: queue.SimpleQueue[TaskStatus] = queue.SimpleQueue()
+        self._drops = True
+
+    def handle(self, message: Message) -> Message | None:
+        if isinstance(message, TaskStatus):
+            self.statuses.put(message)
+            if message.rank >= 0 and self._drops:
+                self._drops = False
+                raise ConnectionAbortedError
+        return Acknowledged() if isinstance(message, Flush) else None
+
+
+def test_a_task_connects_again_to_a_driver_that_lives_and_fails_when_the_driver_has_ended(monkeypatch):
+    monkeypatch.setattr("sparkhvd.task.driver_connection._BEAT_SECONDS", 0.05)
+    monkeypatch.setattr("sparkhvd.task.driver_connection._CONNECT_SECONDS", 1.0)
+    driver, events = DroppingDriver(), queue.SimpleQueue()
+    server = Server(SECRET, driver)
+    with closing(connection_of(0, server.port)) as connection:
+        connection.attend(3, events)
+        statuses = [driver.statuses.get(timeout=20.0)]
+        while len([status for status in statuses if status.rank == 3]) < 2:
+            statuses.append(driver.statuses.get(timeout=20.0))
+        assert events.empty()
+        server.close()
+        report = events.get(timeout=20.0)
+    assert report.kind == LAUNCH
+    assert "The driver of this job has ended, so its ranks were ended, too. The task on host here lost" in report.cause
+
+
+def test_a_connection_that_is_closed_reports_no_end_of_the_driver(exchange_server):
+    _, server = exchange_server
+    events = queue.SimpleQueue()
+    with closing(connection_of(0, server.port)) as connection:
+        connection.attend(0, events)
+    assert events.empty()
