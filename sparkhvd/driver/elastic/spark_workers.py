@@ -35,6 +35,7 @@ from sparkhvd.driver.launcher import warn_of_versions
 from sparkhvd.driver.log_stream import LogStream
 from sparkhvd.driver.spark.decommissioning import Decommissioning
 from sparkhvd.driver.spark.driver_address import driver_hosts
+from sparkhvd.driver.spark.gateway import GatewayPipe
 from sparkhvd.driver.spark.job_failures import has_ended, is_cancelled, spark_failure
 from sparkhvd.rpc.messages import (
     Acknowledged,
@@ -366,6 +367,7 @@ class SparkWorkers:
         inbox: queue.SimpleQueue[Event],
     ) -> None:
         self._spark = spark
+        self._gateway = GatewayPipe(spark)
         self._inbox = inbox
         self._book = LeaseBook(job, stream, inbox)
         self._closing = threading.Event()

@@ -15,6 +15,7 @@ from sparkhvd._util.counts import counted
 from sparkhvd.compat.spark import inheriting, is_connect, map_in_barrier
 from sparkhvd.data.spark.job import add_tag, cancel, new_tag
 from sparkhvd.deadline import Deadline
+from sparkhvd.driver.spark.gateway import GatewayPipe
 from sparkhvd.errors import StartTimeoutError
 from sparkhvd.task.job import RESULT_SCHEMA
 from sparkhvd.task.task_info import host_of
@@ -63,6 +64,7 @@ class BarrierStage:
         self._profile = profile
         self._input = rows
         self._tag = new_tag()
+        self._gateway = GatewayPipe(spark)
         self._progress: _Progress | None = None
         # The thread inherits the user's job group, description and scheduler pool.
         self._job = in_background(inheriting(spark, self._collect), "sparkhvd-job")

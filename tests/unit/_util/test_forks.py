@@ -50,6 +50,20 @@ if os.fork() == 0:
 time.sleep(300)
 """
 
+_JVM = """
+import os, subprocess, sys, time
+from types import SimpleNamespace
+from sparkhvd.driver.spark.gateway import GatewayPipe
+
+jvm = subprocess.Popen(["sh", "-c", "cat; echo ended > $0", sys.argv[1]], stdin=subprocess.PIPE)
+pipe = GatewayPipe(SimpleNamespace(sparkContext=SimpleNamespace(_gateway=SimpleNamespace(proc=jvm))))
+if os.fork() == 0:
+    print(os.getpid(), flush=True)
+    time.sleep(300)
+    os._exit(0)
+time.sleep(300)
+"""
+
 
 @pytest.fixture
 def start():
@@ -100,8 +114,9 @@ def test_peers_of_servers_notice_the_death_of_a_process_with_a_forked_child(star
         socket.create_connection(("127.0.0.1", port), 5)
 
 
-def test_a_host_process_notices_the_death_of_a_launcher_with_a_forked_child(start, tmp_path):
-    process = start(_HOST, str(tmp_path / "ended"))
+@pytest.mark.parametrize("program", [_HOST, _JVM], ids=["host", "JVM"])
+def test_a_child_process_notices_the_death_of_a_driver_with_a_forked_child(start, tmp_path, program):
+    process = start(program, str(tmp_path / "ended"))
     child = int(process.stdout.readline())
     process.kill()
     wait_for((tmp_path / "ended").exists)
