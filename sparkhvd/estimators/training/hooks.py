@@ -32,6 +32,8 @@ from sparkhvd.store.protocol import Store
 
 logger = logging.getLogger(__name__)
 
+_REQUESTS = "requests to end the training"  # exchanged together with the metrics of a step
+
 
 class RunHooks:
     """Averages metrics, logs, stops early, writes checkpoints, and finds where to resume an interrupted run.
@@ -83,6 +85,8 @@ class RunHooks:
         # In the current epoch, the last reported step and the last step that allowed a checkpoint.
         self._last_step = self._last_allowed = self.resume.first_step
         self._step_sums: dict[str, tuple[float, float]] | None = None  # the totals at the step whose update has begun
+        self._wants_end = False  # whether this rank had requested the end of the training at the last step
+        self._others_want_end = False  # whether any rank had, when the ranks last exchanged their metrics
         self._best: tuple[int, bytes] | None = None  # epoch and state, without a Store, on rank 0
         self._warned = False
         if communicator.world.rank == 0:
@@ -139,7 +143,10 @@ class RunHooks:
     def before_update(self, epoch: int, sums: Mapping[str, tuple[float, int]]) -> None:
         """See ``TrainHooks``."""
         if self._commits is not None and self._commits.exchanges_metrics:
-            self._step_sums = _totals(sums, self.resume.earlier_sums(epoch), self._communicator, "sums of a step")
+            local = {**sums, _REQUESTS: (float(self._wants_end), 0.0)}
+            totals = _totals(local, self.resume.earlier_sums(epoch), self._communicator, "sums of a step")
+            self._others_want_end = totals.pop(_REQUESTS)[0] > 0
+            self._step_sums = totals
         if self._commits is not None:
             self._commits.begin_update()
 
@@ -148,6 +155,7 @@ class RunHooks:
         spec, rank = self._spec, self._communicator.world.rank
         where = f"epoch {report.epoch + 1} of {spec.epochs}, step {report.step} of {report.steps}"
         self._communicator.note_progress(where)
+        self._wants_end = report.wants_end
         self._check_loss(report.loss, where, f" on rank {rank}")
         if rank == 0 and _is_due(spec.log_every_n_steps, report, self._last_step):
             logger.info("%s%s", where, "" if report.loss is None else f"  loss {report.loss:.4g}")
@@ -184,7 +192,8 @@ class RunHooks:
             commits.requested_end = report.epoch
         last = commits.checkpoint
         committed = None if last is None or last.epoch != report.epoch else last.within
-        wanted_end = committed is not None and committed.wants_end
+        # The rank that has requested the end may be the lost one.
+        wanted_end = self._others_want_end or (committed is not None and committed.wants_end)
         within = self._position(report, sums, wants_end=report.wants_end or wanted_end)
         logger.info("run %s continues from epoch %d, step %d", self._run_id, report.epoch + 1, report.step)
         return self._checkpoint(report.epoch, state, within)

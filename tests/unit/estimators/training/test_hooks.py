@@ -206,6 +206,37 @@ def commit_within_an_epoch(url):
     )
 
 
+class Recovering(Commits):
+    """Never commits, and keeps the last complete step."""
+
+    def __init__(self):
+        super().__init__()
+        self.exchanges_metrics = True
+
+    def is_due(self):
+        return False
+
+    def complete_step(self, recover):
+        self.recover = recover
+
+
+def request_the_end_on_rank_1():
+    trainer, commits, wanted = Counting(), Recovering(), []
+    hooks = RunHooks(None, "run", spec(DATA, epochs=3), session.current(), commits=commits)
+    for number in (1, 2, 3):
+        hooks.before_update(0, {"loss": (1.0, 1)})
+        requests = session.current().world.rank == 1 and number == 2
+        report = replace(step(number, trainer), wants_end=requests, recover=lambda: b"state")
+        hooks.on_step_end(report, trainer)
+        wanted.append((commits.recover().within.wants_end, dict(commits.recover().within.sums)))
+    return wanted
+
+
+def test_survivors_end_the_training_that_a_lost_rank_has_requested_to_end(group):
+    (rank_0, _) = group.run(request_the_end_on_rank_1)
+    assert rank_0 == [(False, {"loss": (2.0, 2.0)}), (False, {"loss": (2.0, 2.0)}), (True, {"loss": (2.0, 2.0)})]
+
+
 def test_all_ranks_have_the_commits_of_rank_0_and_resume_there(group, tmp_path):
     for rank, (end, position, division, files) in enumerate(group.run(commit_within_an_epoch, str(tmp_path))):
         assert end == (0, b"epoch 0 of rank 0", (2,))
