@@ -24,6 +24,7 @@ from sparkhvd.config import environment_for_hosts
 from sparkhvd.deadline import Deadline
 from sparkhvd.task.failure_report import describe_exit
 from sparkhvd.task.host.messages import MARKER, HostSetup
+from sparkhvd.task.worker.exit import child_ends_within, wait_for_child
 from sparkhvd.task.worker.import_path import IMPORT_PATH, import_path, python_module
 
 FIXED_JOB = "sparkhvd.task.host.main"
@@ -145,16 +146,14 @@ class HostProcess:
     def close(self) -> None:
         """Hang up, wait at most ``end_seconds`` for the process to end, then kill the rest of its process group."""
         self.hang_up()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(0.0 if self._end_deadline is None else self._end_deadline.remaining())
+        if self._process.returncode is not None:
+            return  # closed before
+        child_ends_within(self._process.pid, 0.0 if self._end_deadline is None else self._end_deadline.remaining())
         for signal_number in (signal.SIGTERM, signal.SIGKILL):
-            try:
-                os.killpg(self._process.pid, signal_number)
-            except ProcessLookupError:
-                break
-        self._process.wait()
+            os.killpg(self._process.pid, signal_number)
         for thread in self._threads:
             thread.join()
+        self._process.wait()  # only now may the system reuse the process id
         for stream in (self._process.stdout, self._process.stderr):
             if stream is not None:
                 stream.close()
@@ -169,7 +168,7 @@ class HostProcess:
                 self.hang_up()
                 self._receive(HostEnded(problem))
                 return
-        code = self._process.wait()
+        code = wait_for_child(self._process.pid)
         self._threads[1].join(1.0)
         output = "".join(list(self._tail)).strip()
         why = f"its process {describe_exit(code)}. Its last output: {output or 'none'}"

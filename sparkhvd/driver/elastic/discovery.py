@@ -22,6 +22,7 @@ from sparkhvd.driver.arguments import split_arguments
 from sparkhvd.driver.elastic.workers import DiscoveryFailed, Event, Offered
 from sparkhvd.driver.hosts import check_name, parse_hosts
 from sparkhvd.errors import ConfigError, LaunchError
+from sparkhvd.task.worker.exit import child_ends_within
 
 logger = logging.getLogger(__name__)
 
@@ -107,15 +108,13 @@ class DiscoveryScript:
                 stderr=subprocess.PIPE,
                 start_new_session=True,
             )
-        try:
-            with process:
-                try:
-                    stdout, stderr = _outputs(process, self._seconds)
-                finally:
-                    self._kill(process)  # also ends its child processes
-        finally:
-            with self._lock:
-                self._process = None
+        with process:
+            try:
+                stdout, stderr = _outputs(process, self._seconds)
+            finally:
+                with self._lock:
+                    self._process = None
+                self._kill(process)  # also ends its child processes
         if process.returncode != 0:
             raise LaunchError(
                 f"The host discovery script ended with exit code {process.returncode}: "
@@ -158,10 +157,8 @@ def _outputs(process: subprocess.Popen[bytes], seconds: float) -> tuple[str, str
                 outputs[key.fd] += chunk
             if sum(map(len, outputs.values())) > _MAX_OUTPUT:
                 raise LaunchError(f"The host discovery script wrote more than {_MAX_OUTPUT:,} bytes and was killed.")
-    try:
-        process.wait(deadline.remaining())
-    except subprocess.TimeoutExpired:
-        raise is_late from None
+    if not child_ends_within(process.pid, deadline.remaining()):  # its group may still have processes to kill
+        raise is_late
     stdout, stderr = (output.decode(errors="replace") for output in outputs.values())
     return stdout, stderr
 

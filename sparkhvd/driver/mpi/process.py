@@ -20,7 +20,7 @@ from sparkhvd.comm.connect.inherited_world import memory_file
 from sparkhvd.config import changed_environment
 from sparkhvd.driver.mpi.command import agent_script, agent_setting, mpirun_defaults
 from sparkhvd.driver.mpi.remote_shell import DRIVER_ADDRESSES, DRIVER_ENCRYPTS, DRIVER_SECRET
-from sparkhvd.task.worker.exit import kill_session
+from sparkhvd.task.worker.exit import kill_session, wait_for_child
 from sparkhvd.task.worker.import_path import IMPORT_PATH, import_path
 
 logger = logging.getLogger(__name__)
@@ -121,6 +121,7 @@ class Mpirun:
         kill_session(self._process.pid)  # each agent leads a process group of its own
         is_done_within(self._ended)
         is_done_within(self._output_ended)
+        self._process.wait()  # only now may the system reuse the id of the session
 
     def _remove_folder(self) -> None:
         if self._remover.stdin is not None:
@@ -133,7 +134,7 @@ class Mpirun:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _watch(self) -> None:
-        code = self._process.wait()
+        code = wait_for_child(self._process.pid)
         is_done_within(self._output_ended, _OUTPUT_SECONDS)  # surviving agents keep its output open
         self._on_end(code, "".join(list(self._tail)).strip())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import shutil
@@ -13,8 +14,10 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from sparkhvd._util.background import in_background, is_done_within
 from sparkhvd.config import SCRATCH
 from sparkhvd.errors import LaunchError
+from sparkhvd.task.worker.exit import wait_for_child
 
 _TERM_SECONDS = 2.0
 _TAIL_LINES = 40
@@ -79,9 +82,12 @@ class Orted:
         except (OSError, ValueError) as error:  # ValueError: a character that no argument can contain
             self._remove_folder()
             raise LaunchError(f"orted cannot be started: {error}.") from error
+        self._lock = threading.Lock()
+        self._released = False  # whether the system may reuse the process id; guarded by _lock
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._reader = threading.Thread(target=self._read, name="sparkhvd-orted", daemon=True)
         try:
+            self._ended = in_background(lambda: wait_for_child(self._process.pid), "sparkhvd-orted-end")
             self._reader.start()
         except RuntimeError as error:  # the limit of threads or of memory is reached
             self._abandon()
@@ -89,7 +95,7 @@ class Orted:
 
     def wait(self) -> tuple[int, str]:
         """Block until ``orted`` has ended; return its exit code and its last output."""
-        code = self._process.wait()
+        code = self._ended.result()
         self._kill(signal.SIGKILL)
         self._reader.join(1.0)  # ranks that left the process group may hold its output open
         return code, "".join(list(self._tail))
@@ -97,10 +103,11 @@ class Orted:
     def close(self) -> None:
         """End ``orted``; the tasks that supervise its ranks end the ranks."""
         self._kill(signal.SIGTERM)
-        try:
-            self._process.wait(_TERM_SECONDS)
-        except subprocess.TimeoutExpired:
+        if not is_done_within(self._ended, _TERM_SECONDS):
             self._kill(signal.SIGKILL)
+            is_done_within(self._ended)
+        with self._lock:
+            self._released = True
             self._process.wait()
         self._remove_folder()
 
@@ -116,10 +123,9 @@ class Orted:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _kill(self, number: signal.Signals) -> None:
-        try:
-            os.killpg(self._process.pid, number)
-        except (ProcessLookupError, PermissionError):
-            return
+        with self._lock, contextlib.suppress(ProcessLookupError, PermissionError):
+            if not self._released:
+                os.killpg(self._process.pid, number)
 
     def _read(self) -> None:
         stream = self._process.stdout

@@ -84,6 +84,7 @@ def _report_end(link: FrameSocket, pid: int) -> int:
         ended = WorkerEnded(returncode, ended_by_orted)
         link.send(encode(ended), Deadline.after(_NOTE_SECONDS))
         link.receive(Deadline.after(_NOTE_SECONDS))  # returns when the task closes the link
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # from here on, the system may reuse the id of the worker's group
     os.waitpid(pid, 0)
     return returncode if returncode >= 0 else 128 - returncode
 

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from contextlib import suppress
 from dataclasses import dataclass
+
+from sparkhvd.deadline import Deadline
+
+_POLL_SECONDS = 0.02
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,16 @@ def wait_for_child(pid: int) -> int:
     if status is None:
         return 0
     return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
+
+
+def child_ends_within(pid: int, seconds: float) -> bool:
+    """Wait at most ``seconds`` for the end of a child, which stays a zombie, and return whether it has ended."""
+    deadline = Deadline.after(seconds)
+    while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
+        if deadline.expired():
+            return False
+        time.sleep(deadline.capped(_POLL_SECONDS).remaining())
+    return True
 
 
 def kill_session(session: int) -> None:
