@@ -180,8 +180,10 @@ def test_any_other_failure_to_start_mpirun_ends_the_job(monkeypatch):
         run(meet_through_both_worlds)
 
 
-def test_a_cancelled_job_leaves_no_processes(tmp_path):
+def test_a_cancelled_job_leaves_no_processes_and_waits_for_its_tasks(monkeypatch, tmp_path):
+    monkeypatch.setattr("sparkhvd.driver.launchers.mpi._ROWS_SECONDS", SECONDS)
     launched = Launched(stay, tmp_path, env={"FAULT_FOLDER": str(tmp_path)})
     with closing(launched.handle):
         wait_for(lambda: len(list(tmp_path.glob("pid-*"))) == 2)
+    assert [process.returncode for process in launched.stage.processes] == [0, 0], "a task was killed"
     assert left_of(tmp_path) == []

@@ -198,9 +198,16 @@ class MpiHandle:
             stack.callback(self._end_watchers)
             stack.callback(self._stage.close)
             stack.callback(self._end_mpirun)
+            stack.callback(self._await_end_of_ranks)
             self._fail("The job was cancelled.")  # does nothing if the job has an outcome
             self._service.end("The job has ended.")
             self._starter.join()
+
+    def _await_end_of_ranks(self) -> None:
+        """Wait until the tasks have ended the ranks; a cancelled task would leave them a moment longer."""
+        if self._mpirun is not None:
+            self._grace = self._grace or Deadline.after(_ROWS_SECONDS)
+            self._stage.wait(self._grace.remaining())
 
     def _end_mpirun(self) -> None:
         if self._mpirun is not None:
