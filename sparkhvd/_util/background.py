@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import queue
 import threading
@@ -70,6 +71,16 @@ def in_threads(act: Callable[[Item], T], items: Sequence[Item], limit: int, name
     finally:
         ending.set()  # Ctrl-C may have interrupted the wait
     return [results[index] for index in range(len(items))]
+
+
+def raise_in_thread(thread: int, error: type[BaseException]) -> None:
+    """Raise ``error`` in a running thread once it executes Python code, as Ctrl-C does in the main thread.
+
+    Args:
+        thread: the thread's ``threading.get_ident()``.
+        error: the exception's class, which needs no arguments.
+    """
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(error))
 
 
 def is_set_within(event: threading.Event, seconds: float = math.inf) -> bool:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal, cast
 
-from sparkhvd._util.background import in_background
+from sparkhvd._util.background import in_background, raise_in_thread
 from sparkhvd._util.counts import counted
 from sparkhvd.compat.spark import inheriting, is_stopped
 from sparkhvd.data.prepare.prepared_data import PreparedData
@@ -64,6 +65,10 @@ class Limits:
                 raise ParamError(f"{name}={value!r} must be a whole number of at least 1.")
         if self.seconds is not None and not self.seconds > 0:
             raise ParamError(f"timeout={self.seconds!r} must be positive, or None.")
+
+
+class _InterruptedError(BaseException):
+    """Raised in the fits of an interrupted search. Like Ctrl-C in a fit, it passes by handlers of ``Exception``."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +138,7 @@ class Trials:
         self._ladder = Ladder(len(self._rungs), 2 if halving is None else halving.factor)
         self._left = 0  # the number of trials that have not started
         self._running = 0  # the number of attempts in progress
+        self._fitting: set[int] = set()  # the threads that train, by ``threading.get_ident()``
         self._paused: dict[int, Attempt] = {}  # the last attempts of trials that may be promoted, by number
         self._models: dict[int, TrainedModel] = {}  # of the best trials so far, by number
         self._signs = [1 if direction.name == "MINIMIZE" else -1 for direction in study.directions]
@@ -187,15 +193,19 @@ class Trials:
         self._left = limits.trials - sum(map(_has_ended, self._trials()))
         tag = new_tag()
         work = partial(self._run_attempts, tag, Deadline.after(limits.seconds or math.inf))
-        threads = [
-            in_background(inheriting(self._spark, work), f"sparkhvd-search-{number}")
-            for number in range(min(limits.parallelism, max(0, self._left)))
-        ]
+        threads: list[Future[None]] = []
         try:
+            threads.extend(
+                in_background(inheriting(self._spark, work), f"sparkhvd-search-{number}")
+                for number in range(min(limits.parallelism, max(0, self._left)))
+            )
             _wait_for(threads)
         except BaseException:
             self._stops.set()
-            cancel(self._spark, tag, in_background(lambda: wait(threads), "sparkhvd-search-end"))
+            with self._changed:  # no launcher but those on Spark ends its ranks with the Spark jobs
+                for thread in self._fitting:
+                    raise_in_thread(thread, _InterruptedError)
+            cancel(self._spark, tag, in_background(self._await_attempts, "sparkhvd-search-end"))
             for attempt in self._paused.values():
                 self._interrupt(attempt)
             raise
@@ -274,13 +284,14 @@ class Trials:
                 attempt = replace(attempt, parameters=self._checked(self._space(trial)))
             candidate = self._candidate(attempt)
             candidate.setParams(epoch_callback=self._callback(attempt.reports))
-            model = candidate.fit_on_parquet(dataset_idx=self._data)
+            with self._interruptible():
+                model = candidate.fit_on_parquet(dataset_idx=self._data)
             is_last = attempt.rung + 1 == len(self._rungs)
             record = _record_of(model, candidate, None if is_last else self._rungs[attempt.rung])
             values = metrics_of(metric_values(record), self._metrics)
         except optuna.TrialPruned:  # by the space
             self._end(attempt, "PRUNED")
-        except Exception as error:
+        except (Exception, _InterruptedError) as error:
             if self._stops.is_set() or is_stopped(self._spark):
                 self._interrupt(attempt)
                 raise
@@ -296,6 +307,25 @@ class Trials:
                 self._end(attempt, "COMPLETE", values, model)
             else:
                 self._pause(attempt, values)
+
+    def _await_attempts(self) -> None:
+        """Wait until no attempt is in progress."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._running == 0)
+
+    @contextmanager
+    def _interruptible(self) -> Iterator[None]:
+        """Let an interrupt of the search interrupt this thread within this block."""
+        thread = threading.get_ident()
+        with self._changed:
+            if self._stops.is_set():
+                raise _InterruptedError
+            self._fitting.add(thread)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._fitting.discard(thread)
 
     def _checked(self, parameters: object) -> Mapping[str, object]:
         if not isinstance(parameters, Mapping):
