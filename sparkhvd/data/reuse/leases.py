@@ -26,7 +26,8 @@ import queue
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from typing import Protocol
 
@@ -43,6 +44,7 @@ RENEW_SECONDS = 24 * 3600.0
 # How often the wall clock is checked, since a machine may sleep; a failed renewal is retried as often.
 _CHECK_SECONDS = 3600.0
 _RELEASE_SECONDS = 300.0  # a release may remove the dataset
+_FAILED_SECONDS = 20.0  # after an error, or Ctrl-C: a Store that does not respond may be the reason
 _RELEASED = "released"
 # The suffix of a lease for one use, which any rank may take; it has the retention time of the other leases.
 _USE = "-use"
@@ -199,6 +201,18 @@ class Hold:
         except queue.Empty:
             return False
         return True
+
+
+@contextmanager
+def holding(lease: Renewable, renew_seconds: float) -> Iterator[None]:
+    """Renew a lease within the context, then release it; after an error, wait for the release only briefly."""
+    hold = Hold(lease, check_seconds=renew_seconds, renew_seconds=renew_seconds)
+    try:
+        yield
+    except BaseException:
+        hold.close(_FAILED_SECONDS)
+        raise
+    hold.close()
 
 
 def release_and_log(lease: Renewable) -> None:

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from sparkhvd._util.process_identity import is_running, machine_id, process_start
-from sparkhvd.data.reuse.leases import Hold, release_and_log
+from sparkhvd.data.reuse.leases import holding, release_and_log
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import StoreError
 from sparkhvd.store import Store
@@ -156,11 +156,8 @@ def hold_folder(store: Store, folder: str, *, waits: bool) -> Iterator[FolderLea
     except BaseException:
         release_and_log(lease)
         raise
-    hold = Hold(lease, check_seconds=_RENEW_SECONDS, renew_seconds=_RENEW_SECONDS)
-    try:
+    with holding(lease, _RENEW_SECONDS):
         yield lease
-    finally:
-        hold.close()
 
 
 def is_lease(path: str) -> bool:

@@ -32,7 +32,7 @@ from datetime import UTC, datetime
 from typing import TypeVar
 
 from sparkhvd._util.process_identity import is_running, machine_id, process_start
-from sparkhvd.data.reuse.leases import Hold, release_and_log
+from sparkhvd.data.reuse.leases import holding, release_and_log
 from sparkhvd.errors import ParamError, StoreError
 from sparkhvd.store import layout
 from sparkhvd.store.optional_files import read_if_exists
@@ -174,11 +174,11 @@ def hold_run(store: Store, run_id: str, *, is_fenced: bool = True) -> Iterator[R
         StoreError: the Store cannot be read or written.
     """
     lease = acquire_lease(store, run_id, is_fenced=is_fenced)
-    hold = Hold(lease, check_seconds=RENEW_SECONDS, renew_seconds=RENEW_SECONDS)
     try:
-        yield lease
+        with holding(lease, RENEW_SECONDS):
+            yield lease
     finally:
-        hold.close()
+        _active_fits.discard(lease.holder.name)  # the release may still wait for the Store
 
 
 def acquire_lease(

@@ -472,3 +472,30 @@ def test_a_lease_ends_if_the_store_fails_before_its_rows_are_reused(store, make_
         find(store)
     assert store.list(layout.LEASES) == []
     assert ids_of(store) == ["d"]
+
+
+class Delayed:
+    """A lease in a Store that does not respond until ``answers`` is set."""
+
+    store = SimpleNamespace(url="s3://bucket/folder")
+
+    def __init__(self):
+        self.answers, self.released = threading.Event(), threading.Event()
+
+    def renew(self):
+        raise AssertionError("the lease is new")
+
+    def release(self):
+        assert self.answers.wait(60)
+        self.released.set()
+
+
+def test_an_error_waits_only_briefly_for_a_release_that_the_store_delays(monkeypatch):
+    monkeypatch.setattr(leases, "_FAILED_SECONDS", 0.01)
+    lease = Delayed()
+    with pytest.raises(KeyboardInterrupt), leases.holding(lease, 600.0):
+        raise KeyboardInterrupt
+    assert not lease.released.is_set()
+    lease.answers.set()
+    wait_for(lambda: all(thread.name != "sparkhvd-lease" for thread in threading.enumerate()))
+    assert lease.released.is_set()
