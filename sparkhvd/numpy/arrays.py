@@ -19,9 +19,13 @@ def array_of(values: npt.ArrayLike, what: str) -> Array:
         what: names the values in error messages.
 
     Raises:
-        ConfigError: NumPy cannot read the values, some of them are masked, or collectives do not support their dtype.
+        ConfigError: NumPy cannot read the values, some of them are masked or null, or collectives do not support their
+            dtype.
     """
-    refuse_mask(values, what)
+    for part in (values, *(values if isinstance(values, list | tuple) else ())):
+        refuse_mask(part, what)
+    if nulls := getattr(values, "null_count", 0):  # of Arrow; NumPy would read them as NaN
+        raise ConfigError(f"{what}, a {type(values).__name__}, has null_count {nulls}. Replace them with fill_null().")
     try:
         array = np.asarray(values)
     except (TypeError, ValueError, RuntimeError) as problem:
@@ -36,8 +40,11 @@ def array_of(values: npt.ArrayLike, what: str) -> Array:
 
 def _from_device(values: npt.ArrayLike, what: str, problem: Exception) -> Array:
     """Return a copy of values that NumPy cannot read in place, such as those in the memory of a GPU."""
+    # DLPack of PyTorch loses the sign of a tensor that is negated lazily.
+    resolve = getattr(values, "resolve_neg", None)
+    resolved: npt.ArrayLike = values if resolve is None else resolve()
     try:
-        return np.from_dlpack(values, device="cpu")  # type: ignore[arg-type]  # values without DLPack raise an error
+        return np.from_dlpack(resolved, device="cpu")  # type: ignore[arg-type]  # values without DLPack raise an error
     except (AttributeError, TypeError, ValueError, RuntimeError, BufferError):
         raise ConfigError(
             f"{what}, a {type(values).__name__}, cannot be read as an array: {problem}. Convert it to a NumPy array "

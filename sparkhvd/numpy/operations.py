@@ -353,7 +353,7 @@ def alltoall_async(
         process_set: the ranks that take part, all by default.
         with_waiter: whether to begin only when a thread waits.
     """
-    counts = None if splits is None else [count.item() for count in np.asarray(splits).ravel()]
+    counts = None if splits is None else np.asarray(splits).ravel().tolist()
     handle = session.current().alltoall_async(
         array_of(array, label_of("Array", name)), counts, name=name, process_set=process_set, with_waiter=with_waiter
     )

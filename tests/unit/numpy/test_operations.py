@@ -130,6 +130,7 @@ class OnlyDlpack:
 
 def reduce_foreign_arrays():
     import jax.numpy as jnp  # noqa: PLC0415
+    import torch  # noqa: PLC0415
 
     total = hvd.size() * (hvd.size() + 1) // 2
     mine = np.arange(6.0).reshape(2, 3) * (hvd.rank() + 1)
@@ -140,6 +141,7 @@ def reduce_foreign_arrays():
         "list": mine.tolist(),
         "JAX": jnp.asarray(mine),
         "DLPack": OnlyDlpack(mine),
+        "PyTorch, negated lazily": torch.complex(torch.zeros(2, 3).double(), -torch.from_numpy(mine)).conj().imag,
     }
     for form, values in same_values.items():
         assert np.array_equal(hvd.allreduce(values, op=hvd.Sum, name=form), np.arange(6.0).reshape(2, 3) * total), form
@@ -176,6 +178,8 @@ def refuse_unsendable_arrays():
 
     refused = {
         r"^The array is a masked array, whose mask would be lost\. Pass": np.ma.masked_array([1.0, 2.0], [True, False]),
+        r"^The array is a masked array, whose mask would": [np.ma.masked_array([1.0, 2.0], [True, False])],
+        r"^The array, a ChunkedArray, has null_count 1\. Replace them with fill_null": pa.chunked_array([[1], [None]]),
         r"^The array has dtype complex128; collectives take bfloat16, .*broadcast_object\(\)": np.ones(2, complex),
         r"^The array has dtype object; collectives take": [None, 1.0],
         r"^The array has dtype uint32; collectives take": np.ones(2, np.uint32),
@@ -221,6 +225,8 @@ def refuse_unwritable_arrays():
 def refuse_other_arguments():
     with pytest.raises(ConfigError, match="splits must hold one number of rows"):
         hvd.alltoall(np.ones(2), [0.5, 1.5])
+    with pytest.raises(ConfigError, match="splits must hold one number of rows"):
+        hvd.alltoall(np.ones(2), [None, 1])
     for not_a_list in (np.ones((2, 2)), [], 1.0):
         with pytest.raises(ConfigError, match="takes a list of at least one array"):
             hvd.grouped_allgather(not_a_list)
