@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import os
@@ -165,6 +166,29 @@ def refused_while_busy(spark: SparkSession, folder: str, busy: int) -> str:
     return ""
 
 
+def stay_until_end(folder: str) -> None:
+    Path(folder, os.environ["SPARKHVD_RANK"]).touch()
+    while not Path(folder, "end").exists():
+        time.sleep(0.05)
+
+
+def slots_of_two_jobs(spark: SparkSession, folder: str) -> list[str]:
+    """Return the slots while a second job of two ranks waits, and after both have ended."""
+    job = functools.partial(sparkhvd.run, stay_until_end, (folder,), num_proc=2, spark=spark, start_timeout=60)
+    jobs = [threading.Thread(target=job, name=name) for name in ("first", "second")]
+    try:
+        jobs[0].start()
+        wait_for_files(Path(folder), 2)
+        jobs[1].start()
+        wait_for(lambda: sparkhvd.slots(spark).waiting, 120.0)
+        waiting = str(sparkhvd.slots(spark))
+    finally:
+        Path(folder, "end").touch()
+        for thread in jobs:
+            thread.join()
+    return [waiting, str(sparkhvd.slots(spark))]
+
+
 def left_by_killed_client(folder: Path) -> list[int]:
     """Return the ranks of a killed client that outlive the timeout of its operation."""
     client = subprocess.Popen([sys.executable, __file__, ADDRESS, str(folder)], env=of_another_client())
@@ -261,6 +285,10 @@ def main() -> None:
             sparkhvd.run(rank_and_size)
         except SlotsError as error:
             results["hidden cores"] = str(error)
+        try:
+            sparkhvd.slots(spark)
+        except ConfigError as error:
+            results["hidden slots"] = str(error)
         results["preflight with hidden cores"] = [
             [report.ok, str(report)]
             for report in (sparkhvd.preflight(num_proc=ranks, stdout=io.StringIO()) for ranks in (2, None))
@@ -285,6 +313,8 @@ def main() -> None:
             results["left by Ctrl-C"] = left_by_interrupt(Path(folder))
         with tempfile.TemporaryDirectory() as folder:
             results["busy"] = [refused_while_busy(spark, folder, busy) for busy in (1, 2)]
+        with tempfile.TemporaryDirectory() as folder:
+            results["slots of two jobs"] = slots_of_two_jobs(spark, folder)
         with tempfile.TemporaryDirectory() as folder:
             results["left by a killed client"] = left_by_killed_client(Path(folder))
         results["places afterwards"] = sparkhvd.run(rank_and_size, num_proc=2)

@@ -169,7 +169,7 @@ def _slots_check(request: _Request) -> tuple[int, Check]:
     except SlotsError as error:
         if hidden:
             return 0, Check("slots", Verdict.SKIPPED, str(error))
-        available = describe_cluster(request.spark, request.resources).count(Deadline.after(request.timeout))
+        available = describe_cluster(request.spark, request.resources).count()
         return available, Check("slots", Verdict.FAIL, str(error))
     except LaunchError as error:
         return 0, Check("slots", Verdict.FAIL, str(error))

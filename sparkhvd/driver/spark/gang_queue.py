@@ -7,21 +7,19 @@ if it is the first in the queue, and either its slots are free or no other job r
 from __future__ import annotations
 
 import logging
-import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from sparkhvd._util.counts import counted
 from sparkhvd.compat.spark import active_session, is_connect, is_stopped
-from sparkhvd.deadline import Deadline
 from sparkhvd.driver.log_stream import is_in_write
 from sparkhvd.driver.spark.barrier_stage import running_tasks
 from sparkhvd.driver.spark.resources import TaskResources
-from sparkhvd.driver.spark.slots import Cluster, describe_cluster, has_dynamic_allocation
+from sparkhvd.driver.spark.slots import Cluster, describe_cluster, has_dynamic_allocation, setting_that_hides_slots
 from sparkhvd.errors import ConfigError, LaunchError
 
 if TYPE_CHECKING:
@@ -131,13 +129,14 @@ class SlotUse:
         running: the number of ranks of each sparkhvd job of this driver that has its slots; for an elastic job, the
             largest number.
         waiting: the same number for each job that waits for slots, in the order in which the jobs will start.
-        tasks: the number of tasks that run now, of these jobs and of all other Spark jobs.
+        tasks: the number of tasks that run now, of these jobs and of all other Spark jobs; None through Spark Connect,
+            whose clients cannot know it.
     """
 
     total: int
     running: tuple[int, ...]
     waiting: tuple[int, ...]
-    tasks: int
+    tasks: int | None
 
 
 _queues: WeakValueDictionary[str, GangQueue] = WeakValueDictionary()  # by application; its jobs keep a queue alive
@@ -148,7 +147,8 @@ _lock = threading.Lock()
 def turn_of(spark: SparkSession, resources: TaskResources, ranks: int, priority: int) -> Iterator[None]:
     """Wait until a job may start in the application of a session; its slots are free again at the end of ``with``.
 
-    Through Spark Connect, and under dynamic allocation, a job does not wait here, because the slots are unknown.
+    A job does not wait here if the number of slots is unknown: under dynamic allocation, and if a setting hides it from
+    a Spark Connect client.
 
     Args:
         spark: the session.
@@ -164,7 +164,7 @@ def turn_of(spark: SparkSession, resources: TaskResources, ranks: int, priority:
             "A job cannot start in the write() of another job's stdout or stderr: that job waits for the end of the "
             "call. Start it from another thread."
         )
-    if is_connect(spark) or has_dynamic_allocation(spark):
+    if has_dynamic_allocation(spark) or setting_that_hides_slots(spark):
         yield
         return
     cluster = describe_cluster(spark, resources)
@@ -175,7 +175,7 @@ def turn_of(spark: SparkSession, resources: TaskResources, ranks: int, priority:
 def _count(spark: SparkSession, cluster: Cluster) -> int:
     """Return the number of slots of a session that has not been stopped."""
     _check_not_stopped(spark)
-    return cluster.count(Deadline(math.inf))
+    return cluster.count()
 
 
 def _check_not_stopped(spark: SparkSession) -> None:
@@ -184,8 +184,11 @@ def _check_not_stopped(spark: SparkSession) -> None:
 
 
 def _queue_of(spark: SparkSession) -> GangQueue:
+    # A Connect client queues its own jobs; the server's other clients are unknown to it.
+    session: Any = spark
+    application = session.session_id if is_connect(spark) else session.sparkContext.applicationId
     with _lock:
-        return _queues.setdefault(str(spark.sparkContext.applicationId), GangQueue())
+        return _queues.setdefault(str(application), GangQueue())
 
 
 def slots(spark: SparkSession | None = None) -> SlotUse:
@@ -195,7 +198,7 @@ def slots(spark: SparkSession | None = None) -> SlotUse:
         spark: a session of the application; None takes the active one.
 
     Raises:
-        ConfigError: the session is one of Spark Connect, whose client does not know the server's tasks.
+        ConfigError: a setting of a Spark Connect server hides the number of slots.
         LaunchError: there is no session, or the session has been stopped.
 
     Examples:
@@ -203,10 +206,12 @@ def slots(spark: SparkSession | None = None) -> SlotUse:
         SlotUse(total=8, running=(4, 2), waiting=(8,), tasks=7)
     """
     session = active_session() if spark is None else spark
-    if is_connect(session):
-        raise ConfigError("slots() needs a classic Spark session: a Spark Connect client does not know all tasks.")
     _check_not_stopped(session)
+    if setting := setting_that_hides_slots(session):
+        raise ConfigError(
+            f"The number of slots is unknown: {setting} of this cluster hides it from Spark Connect clients."
+        )
     running, waiting = _queue_of(session).jobs()
-    total = describe_cluster(session).count(Deadline(math.inf))
+    total = describe_cluster(session).count()
     held, needed = (tuple(min(gang.ranks, total) for gang in gangs) for gangs in (running, waiting))
-    return SlotUse(total, held, needed, running_tasks(session))
+    return SlotUse(total, held, needed, None if is_connect(session) else running_tasks(session))

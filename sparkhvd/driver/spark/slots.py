@@ -8,15 +8,15 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sparkhvd._util.counts import counted
 from sparkhvd.compat.spark import is_connect
-from sparkhvd.data.spark.job import is_local, run_job
+from sparkhvd.data.spark.job import is_local
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.spark.executor_python import check_executor_python
 from sparkhvd.driver.spark.resources import TaskResources, check_master_supports, profile_of, unsupported_resources
-from sparkhvd.errors import LaunchError, SlotsError, StartTimeoutError
+from sparkhvd.errors import LaunchError, SlotsError
 
 if TYPE_CHECKING:
     from pyspark.resource import ResourceProfile
@@ -29,7 +29,6 @@ SETTLE_SECONDS = 60.0
 # All slots count as registered once their number has not changed for this time.
 _STABLE_SECONDS = 3.0
 _POLL_SECONDS = 0.2
-_ANSWER_SECONDS = 10.0
 
 _SESSION_RESOURCES = TaskResources()
 _LOCAL_CLUSTER = re.compile(r"local-cluster\[\s*(\d+)\s*,\s*(\d+)\s*,\s*\d+\s*\]")
@@ -42,14 +41,14 @@ class Cluster:
     Attributes:
         master: Spark's master URL.
         task_cpus: cores per task: ``spark.task.cpus``, unless the job requests another number.
-        count: asks Spark for the slots that are registered now; raises ``StartTimeoutError`` at the deadline.
+        count: asks Spark for the slots that are registered now.
         task_gpus: GPUs per task, 0 if the job needs none.
         executor_gpus: ``spark.executor.resource.gpu.amount``.
     """
 
     master: str
     task_cpus: int
-    count: Callable[[Deadline], int]
+    count: Callable[[], int]
     task_gpus: float = 0
     executor_gpus: int = 0
 
@@ -91,8 +90,8 @@ def describe_cluster(spark: SparkSession, resources: TaskResources = _SESSION_RE
     executor_gpus = int(number("spark.executor.resource.gpu.amount", "0"))
     if is_connect(spark):
 
-        def count(deadline: Deadline) -> int:
-            cores = _cores_by_query(spark, deadline)
+        def count() -> int:
+            cores = _cores_by_plan(spark)
             by_cores = cores // task_cpus
             executors = _executors(spark, cores) if task_gpus else None
             return by_cores if executors is None else min(by_cores, executors * math.floor(executor_gpus / task_gpus))
@@ -101,7 +100,7 @@ def describe_cluster(spark: SparkSession, resources: TaskResources = _SESSION_RE
     master = str(spark.sparkContext.master)
     check_master_supports(master, resources)
     profile = profile_of(spark, resources)
-    return Cluster(master, task_cpus, lambda _: _concurrent_tasks(spark, profile), task_gpus, executor_gpus)
+    return Cluster(master, task_cpus, lambda: _concurrent_tasks(spark, profile), task_gpus, executor_gpus)
 
 
 def setting_that_hides_slots(spark: SparkSession) -> str:
@@ -136,14 +135,13 @@ def reserve(cluster: Cluster, num_proc: int | None, deadline: Deadline) -> int:
     Raises:
         SlotsError: there are fewer slots than ``num_proc``; at once if the cluster's size is fixed, else after
             ``SETTLE_SECONDS`` or at the deadline.
-        StartTimeoutError: Spark did not report the number of slots by the deadline.
     """
-    fixed = fixed_slots(cluster, deadline)
+    fixed = fixed_slots(cluster)
     if fixed is not None and num_proc is not None and num_proc > fixed:
         raise SlotsError(_too_few_slots(cluster, num_proc, fixed, waited=None))
     began = time.monotonic()
     settle = deadline.capped(SETTLE_SECONDS)
-    slots, since = cluster.count(deadline), began
+    slots, since = cluster.count(), began
     while not _has_enough(slots, num_proc if num_proc is not None else fixed, time.monotonic() - since):
         if settle.expired():
             if num_proc is None and slots > 0:
@@ -151,7 +149,7 @@ def reserve(cluster: Cluster, num_proc: int | None, deadline: Deadline) -> int:
             waited = time.monotonic() - began
             raise SlotsError(_too_few_slots(cluster, num_proc or 1, slots, waited))
         time.sleep(_POLL_SECONDS)  # PySpark has no event for new executors
-        current_slots = cluster.count(deadline)
+        current_slots = cluster.count()
         if current_slots != slots:
             slots, since = current_slots, time.monotonic()
     return num_proc if num_proc is not None else slots
@@ -163,10 +161,10 @@ def _has_enough(slots: int, wanted: int | None, stable_for: float) -> bool:
     return slots > 0 and stable_for >= _STABLE_SECONDS
 
 
-def fixed_slots(cluster: Cluster, deadline: Deadline) -> int | None:
+def fixed_slots(cluster: Cluster) -> int | None:
     """Return the number of slots of a master with a fixed size; None for all others."""
     if is_local(cluster.master):
-        return cluster.count(deadline)
+        return cluster.count()
     if match := _LOCAL_CLUSTER.fullmatch(cluster.master):
         per_executor = int(match[2]) // cluster.task_cpus
         if cluster.task_gpus:
@@ -234,16 +232,14 @@ def _executors(spark: SparkSession, cores: int) -> int | None:
     return None if executor_cores is None else cores // int(str(executor_cores))
 
 
-def _cores_by_query(spark: SparkSession, deadline: Deadline) -> int:
-    """Count the cores from a Spark Connect client: Spark splits rows into as many partitions as it has cores."""
-    from pyspark.sql.functions import spark_partition_id  # noqa: PLC0415 - differs between classic and Connect
+def _cores_by_plan(spark: SparkSession) -> int:
+    """Count the cores from a Spark Connect client: Spark plans as many splits of a range as it has cores.
 
-    partitions = spark.range(1 << 16).select(spark_partition_id()).distinct()
-    seconds = max(deadline.remaining(), _ANSWER_SECONDS)
-    try:
-        return int(run_job(spark, partitions.count, seconds))
-    except TimeoutError:
-        raise StartTimeoutError(
-            f"Spark did not answer a small query within {seconds:.0f} s: other jobs keep all slots busy. Wait for "
-            "those jobs, run this job on a cluster of its own, or raise start_timeout."
-        ) from None
+    Nothing runs, so the answer does not wait for jobs that keep the slots busy.
+    """
+    rows: Any = spark.range(1)
+    plan = str(rows._explain_string(extended=True))  # noqa: SLF001 - explain() prints
+    splits = re.search(r"splits=(?:Some\()?(\d+)", plan)
+    if splits is None:
+        raise LaunchError(f"The plan of a range does not show the number of slots of this cluster:\n{plan}")
+    return int(splits[1])

@@ -31,7 +31,6 @@ from sparkhvd.data.schema.data_schema import DataSchema
 from sparkhvd.data.schema.manifest import Manifest
 from sparkhvd.data.schema.selection import Selection, select, with_fields
 from sparkhvd.data.spark.settings import with_spark_credentials
-from sparkhvd.deadline import Deadline
 from sparkhvd.driver.preflight.preflight import RequestedTasks
 from sparkhvd.driver.spark.slots import describe_cluster
 from sparkhvd.driver.user_code.pickling import dumps
@@ -97,7 +96,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_CLUSTER_COUNT_SECONDS = 60.0
 _DESCRIBED_ROWS = 5
 _NEXT_STEP = {
     "model": "pass the model to train",
@@ -344,9 +342,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
     def _check_store(self, spark: SparkSession, store: Store, plan: FitPlan) -> None:
         backend = spark_backend(plan)
         seconds = None if backend is None else backend.start_seconds
-        check_store(
-            spark, store, lambda: describe_cluster(spark).count(Deadline.after(_CLUSTER_COUNT_SECONDS)), seconds
-        )
+        check_store(spark, store, lambda: describe_cluster(spark).count(), seconds)
 
     def _fit_direct(self, dataset: DataFrame, selection: Selection, run: RunPlan) -> TrainedModel:
         """Train on rows that Spark sends straight to the ranks."""

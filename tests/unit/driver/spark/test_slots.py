@@ -14,7 +14,7 @@ from tests.waiting import soon
 def cluster(master: str, *counts: int, task_cpus: int = 1) -> Cluster:
     """Return a cluster that reports these numbers of slots one after another, and then keeps the last number."""
     series = itertools.chain(counts, itertools.repeat(counts[-1] if counts else 0))
-    return Cluster(master, task_cpus, lambda _: next(series))
+    return Cluster(master, task_cpus, lambda: next(series))
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def cluster(master: str, *counts: int, task_cpus: int = 1) -> Cluster:
     ],
 )
 def test_masters_of_fixed_size_have_a_known_number_of_slots(master, task_cpus, expected):
-    assert fixed_slots(cluster(master, 5, task_cpus=task_cpus), Deadline.after(1.0)) == expected
+    assert fixed_slots(cluster(master, 5, task_cpus=task_cpus)) == expected
 
 
 def test_too_few_local_slots_fail_at_once_with_both_numbers_and_the_setting():
