@@ -426,6 +426,31 @@ def test_jobs_of_several_threads_start_in_turn_however_long_the_others_run(spark
     assert sizes == {"first": [3] * 3, "large": [4] * 4, "small": [1], "urgent": [2] * 2}
 
 
+def test_a_job_waits_for_the_barrier_stage_of_another_program(spark, tmp_path):
+    def until_touched(batches):
+        yield from batches
+        while not (tmp_path / "other").exists():
+            time.sleep(0.05)
+
+    acts = {
+        "other": lambda: spark.range(2, numPartitions=2).mapInArrow(until_touched, "id long", barrier=True).collect(),
+        "first": lambda: sparkhvd.run(hold, (str(tmp_path / "first"),), num_proc=2, spark=spark),
+        "second": lambda: sparkhvd.run(hold, (str(tmp_path / "second"),), num_proc=2, spark=spark),
+    }
+    threads = [threading.Thread(target=act, name=name) for name, act in acts.items()]
+    try:
+        for thread, use in zip(threads, [((), (), 2), ((2,), (), 4), ((2,), (2,), 4)], strict=True):
+            thread.start()
+            wait_for(lambda: sparkhvd.slots(spark) == SlotUse(4, *use))  # noqa: B023
+        assert not (tmp_path / "second runs").exists()
+        (tmp_path / "other").touch()
+        wait_for(lambda: sparkhvd.slots(spark) == SlotUse(4, (2, 2), (), 4))
+    finally:
+        for thread in filter(threading.Thread.is_alive, threads):
+            (tmp_path / thread.name).touch()
+            thread.join()
+
+
 def write_pid_and_stay(folder: str) -> None:
     print("up")
     Path(folder, os.environ["SPARKHVD_RANK"]).write_text(str(os.getpid()))

@@ -22,6 +22,9 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
+# The beginning of the tags of all Spark jobs that this package starts.
+TAG_PREFIX = "sparkhvd-"
+
 _CANCEL_SECONDS = 60.0
 _COUNTED_SECONDS = 300.0  # Spark reports counts through its event queue, soon after the job
 _POLL_SECONDS = 0.5  # an interrupt takes effect between two waits
@@ -88,7 +91,7 @@ def is_local(master: str) -> bool:
 
 def new_tag() -> str:
     """Return a tag for the Spark jobs of one action."""
-    return f"sparkhvd-{uuid.uuid4().hex}"
+    return f"{TAG_PREFIX}{uuid.uuid4().hex}"
 
 
 def add_tag(spark: SparkSession, tag: str) -> None:

@@ -13,7 +13,7 @@ from sparkhvd._util.addresses import without_brackets
 from sparkhvd._util.background import in_background, is_done_within, is_set_within
 from sparkhvd._util.counts import counted
 from sparkhvd.compat.spark import inheriting, is_connect, map_in_barrier
-from sparkhvd.data.spark.job import add_tag, cancel, new_tag
+from sparkhvd.data.spark.job import TAG_PREFIX, add_tag, cancel, new_tag
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.spark.gateway import GatewayPipe
 from sparkhvd.errors import StartTimeoutError
@@ -192,10 +192,7 @@ class BarrierStage:
 
     def _is_barrier(self, stage: SparkStageInfo) -> bool:
         """Return whether a stage is the barrier stage, rather than one that computes its input rows."""
-        if self._input is None:
-            return True
-        store = self._spark.sparkContext._jsc.sc().statusStore()  # noqa: SLF001 - no PySpark API
-        return bool(store.operationGraphForStage(stage.stageId).rootCluster().getBarrierClusters().nonEmpty())
+        return self._input is None or _is_barrier(self._spark, stage)
 
     def _computes_input(self) -> bool:
         """Return whether Spark computes the input rows of the tasks."""
@@ -221,6 +218,28 @@ def running_tasks(spark: SparkSession) -> int:
     tracker = spark.sparkContext.statusTracker()
     stages = filter(None, map(tracker.getStageInfo, tracker.getActiveStageIds()))
     return sum(_active(spark, stage) for stage in stages)
+
+
+def barrier_tasks_of_others(spark: SparkSession) -> int:
+    """Return the number of tasks that run now in barrier stages of other programs, such as ``TorchDistributor``."""
+    tracker = spark.sparkContext.statusTracker()
+    store = spark.sparkContext._jsc.sc().statusStore()  # noqa: SLF001 - no PySpark API
+    total = 0
+    for number in tracker.getActiveJobsIds():
+        try:
+            job = tracker.getJobInfo(number)
+            if job is None or f",{TAG_PREFIX}" in f",{store.job(number).jobTags().mkString(',')}":
+                continue
+            stages = filter(None, map(tracker.getStageInfo, job.stageIds))
+            total += sum(_active(spark, stage) for stage in stages if _is_barrier(spark, stage))
+        except Exception as error:  # noqa: BLE001 - Spark has forgotten a job that has just ended
+            logger.debug("Spark does not report the tasks of job %s: %s", number, error)
+    return total
+
+
+def _is_barrier(spark: SparkSession, stage: SparkStageInfo) -> bool:
+    store = spark.sparkContext._jsc.sc().statusStore()  # noqa: SLF001 - no PySpark API
+    return bool(store.operationGraphForStage(stage.stageId).rootCluster().getBarrierClusters().nonEmpty())
 
 
 def _active(spark: SparkSession, stage: SparkStageInfo) -> int:

@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 from sparkhvd._util.counts import counted
 from sparkhvd.compat.spark import active_session, is_connect, is_stopped
 from sparkhvd.driver.log_stream import is_in_write
-from sparkhvd.driver.spark.barrier_stage import running_tasks
+from sparkhvd.driver.spark.barrier_stage import barrier_tasks_of_others, running_tasks
 from sparkhvd.driver.spark.resources import TaskResources
 from sparkhvd.driver.spark.slots import Cluster, describe_cluster, has_dynamic_allocation, setting_that_hides_slots
 from sparkhvd.errors import ConfigError, LaunchError
@@ -37,7 +37,7 @@ class Gang:
 
     Attributes:
         ranks: the number of slots that the job takes; for an elastic job, the largest number.
-        slots: returns the number of the application's slots for such ranks, free or not.
+        slots: returns the number of the application's slots for such ranks, free or used by jobs of this queue.
         resources: the cores and GPUs of each rank.
         priority: jobs of a higher priority start first.
     """
@@ -173,9 +173,9 @@ def turn_of(spark: SparkSession, resources: TaskResources, ranks: int, priority:
 
 
 def _count(spark: SparkSession, cluster: Cluster) -> int:
-    """Return the number of slots of a session that has not been stopped."""
+    """Return the number of slots of a session that has not been stopped, without those of other barrier stages."""
     _check_not_stopped(spark)
-    return cluster.count()
+    return cluster.count() - (0 if is_connect(spark) else barrier_tasks_of_others(spark))
 
 
 def _check_not_stopped(spark: SparkSession) -> None:
