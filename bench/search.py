@@ -3,7 +3,8 @@
     python -m bench.search --rounds 2
 
 Every trial has two ranks, and Spark has four slots. Every separate fit prepares its rows anew. Both sides run in one
-process and take turns, so that a busy machine slows both down. Compare the ratios rather than the times.
+process and take turns, so that a busy machine slows both down. Compare the ratios rather than the times. A search that
+leaves more in its Store than the run of its best trial ends the measurement with an error.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def main() -> None:
         spark = start_spark(Path(folder), slots=4)
         try:
             rows = make_rows(spark, options.rows)
-            seconds = _measured(rows, Store.create(str(Path(folder, "store"))), options.rounds)
+            seconds = _measured(rows, Path(folder), options.rounds)
         finally:
             spark.stop()
     separate = seconds.pop("16 separate fits")
@@ -49,27 +50,28 @@ def main() -> None:
         print(f"  {name:<44} / 16 separate fits {spent / separate:8.3f}   (target: at most 0.6)")
 
 
-def _measured(rows: DataFrame, store: Store, rounds: int) -> dict[str, float]:
+def _measured(rows: DataFrame, folder: Path, rounds: int) -> dict[str, float]:
     halving = tune.SuccessiveHalving(min_epochs=1, factor=4)
-    sides: dict[str, Callable[[], object]] = {
-        "16 separate fits": lambda: [_estimator(store, keep_data=0.0, **_space(rate)).fit(rows) for rate in _RATES],
-        "search, two trials at a time": lambda: _search(rows, store, None),
-        "search, two trials at a time, halving": lambda: _search(rows, store, halving),
+    sides: dict[str, Callable[[Store], object]] = {
+        "16 separate fits": lambda store: [_estimator(store, **_space(rate)).fit(rows) for rate in _RATES],
+        "search, two trials at a time": lambda store: _search(rows, store, None),
+        "search, two trials at a time, halving": lambda store: _search(rows, store, halving),
     }
     spent: dict[str, list[float]] = {name: [] for name in sides}
-    _estimator(store, **_space(_RATES[0])).fit(rows)  # the first fit starts Spark's workers
-    for _ in range(rounds):
+    _estimator(Store.create(str(folder / "first")), **_space(_RATES[0])).fit(rows)  # which starts Spark's workers
+    for number in range(rounds):
         for name, run in sides.items():
+            store = Store.create(str(folder / f"{name} {number}"))
             start = time.perf_counter()
-            run()
+            run(store)
             spent[name].append(time.perf_counter() - start)
             print(f"  {name:<44} {spent[name][-1]:8.1f} s", flush=True)
     return {name: statistics.median(values) for name, values in spent.items()}
 
 
 def _search(rows: DataFrame, store: Store, halving: tune.SuccessiveHalving | None) -> None:
-    tune.minimize(
-        _estimator(store, keep_data=0.0),
+    result = tune.minimize(
+        _estimator(store),
         rows,
         lambda trial: _space(trial.suggest_categorical("rate", _RATES)),
         _TRIALS,
@@ -79,6 +81,9 @@ def _search(rows: DataFrame, store: Store, halving: tune.SuccessiveHalving | Non
         pruner=optuna.pruners.NopPruner(),
         halving=halving,
     )
+    left = {path.split("/")[1] for path in store.list("")}
+    if left != {result.best_model.getRunId()}:
+        raise SystemExit(f"The search left {sorted(left)} in its Store, which is more than its best trial's run.")
 
 
 def _space(rate: float) -> dict[str, object]:
@@ -90,6 +95,7 @@ def _estimator(store: Store, **more: object) -> TorchEstimator:
     return TorchEstimator(
         num_proc=RANKS,
         store=store,
+        keep_data=0.0,
         loss=torch.nn.functional.mse_loss,
         feature_cols=COLUMNS,
         label_cols=["y"],
