@@ -226,7 +226,7 @@ def request_the_end_on_rank_1():
     for number in (1, 2, 3):
         hooks.before_update(0, {"loss": (1.0, 1)})
         requests = session.current().world.rank == 1 and number == 2
-        report = replace(step(number, trainer), wants_end=requests, recover=lambda: b"state")
+        report = replace(step(number, trainer), wants_end=requests, prepare_recovery=lambda: lambda: b"state")
         hooks.on_step_end(report, trainer)
         wanted.append((commits.recover().within.wants_end, dict(commits.recover().within.sums)))
     return wanted
