@@ -87,9 +87,9 @@ class Simulator:
         """Return the seconds of a reduce-scatter between hosts with one rank each."""
         return self._ask("reducescatter", hosts, size, algorithm, *_costs(gigabits))[0]
 
-    def _alltoall(self, hosts: int, per_host: int, size: int, gigabits: int) -> float:
+    def _alltoall(self, hosts: int, per_host: int, size: int, algorithm: str, gigabits: int) -> float:
         """Return the seconds of an alltoall with `size` bytes from each rank to each rank."""
-        return self._ask("alltoall", hosts, per_host, size, *_costs(gigabits))[0]
+        return self._ask("alltoall", hosts, per_host, size, algorithm, *_costs(gigabits))[0]
 
     def _stragglers(self, hosts: int, mean: float, gigabits: int) -> float:
         """Return by how many seconds a step is longer than a rank computes on average."""
@@ -173,11 +173,14 @@ def print_reducescatters(simulated: Simulator, gigabits: int) -> None:
 
 def print_alltoalls(simulated: Simulator, gigabits: int) -> None:
     print(f"alltoall, bytes from each rank to each rank, {gigabits} Gbit/s per host: ms\n")
-    print(f"{'ranks':>7}{'bytes':>12}{'ours':>10}{'least':>10}{'Bruck':>10}")
-    for hosts, sizes in ((8, (64, 1024, 16384)), (32, (64, 1024)), (128, (64,))):
+    print(f"{'':>19}{'simulated':>30}{'closed form':>20}")
+    print(f"{'ranks':>7}{'bytes':>12}{'ours':>10}{'direct':>10}{'Bruck':>10}{'direct':>10}{'Bruck':>10}")
+    for hosts, sizes in ((8, (64, 1024, 16384)), (16, (64, 1024)), (32, (64, 1024)), (128, (64, 1024))):
         for size in sizes:
             ranks = hosts * PER_HOST
-            times = simulated.alltoall(hosts, PER_HOST, size, gigabits), *alltoall_bounds(ranks, size, gigabits)
+            names = ("ours", "direct", "Bruck")
+            times = [simulated.alltoall(hosts, PER_HOST, size, name, gigabits) for name in names]
+            times += alltoall_bounds(ranks, size, gigabits)
             print(f"{ranks:>7}{size:>12}" + "".join(f"{time * 1e3:>10.3f}" for time in times))
     print()
 

@@ -7,15 +7,15 @@
 //                                                           sends
 //   reducescatter HOSTS BYTES ALGORITHM COSTS      -> the same
 //   broadcast HOSTS BYTES ROUTE COSTS              -> the same
-//   alltoall HOSTS RANKS_PER_HOST BYTES COSTS      -> the same
+//   alltoall HOSTS RANKS_PER_HOST BYTES ALGORITHM COSTS -> the same
 //   stragglers HOSTS MEAN COSTS                    -> seconds of a step beyond MEAN
 //
 // COSTS are the numbers of NetworkCosts. BYTES is the size of the whole array. Each lane carries
 // its share of the bytes over its share of the link, so the program simulates one lane. ALGORITHM
-// is ring, halving, doubling or ours, the core's own choice. ROUTE is tree or ours. The link of the
-// last host is slower by SLOWNESS. The BYTES of an alltoall are those from one rank to another. A
-// step with stragglers is an allreduce of 4 KiB, before which every rank computes for a random time
-// with an exponential distribution.
+// is ring, halving, doubling, direct, Bruck or ours, the core's own choice. ROUTE is tree or ours.
+// The link of the last host is slower by SLOWNESS. The BYTES of an alltoall are those from one rank
+// to another. A step with stragglers is an allreduce of 4 KiB, before which every rank computes for
+// a random time with an exponential distribution.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -171,8 +171,9 @@ void Reducescatter() {
 void Alltoall() {
   int hosts = 0, per_host = 0;
   size_t bytes = 0;
+  std::string name;
   NetworkCosts costs;
-  std::cin >> hosts >> per_host >> bytes >> costs;
+  std::cin >> hosts >> per_host >> bytes >> name >> costs;
   costs.per_byte *= per_host;  // a rank's share of the link
   const int size = hosts * per_host;
   std::vector<int> host_of;
@@ -186,8 +187,11 @@ void Alltoall() {
     const auto target_of = [&](const std::vector<int64_t>&) -> Result<Bytes> {
       return Bytes(target.data(), target.size());
     };
-    Require(AlltoallLinks(transport, {ConstBytes(source.data(), source.size()), splits, bytes},
-                          target_of, scratch, Deadline::AfterSeconds(kPatience)));
+    const RowsToSend own{ConstBytes(source.data(), source.size()), splits, bytes};
+    const Deadline deadline = Deadline::AfterSeconds(kPatience);
+    Require(name == "direct"  ? AlltoallDirect(transport, own, target_of, scratch, deadline)
+            : name == "Bruck" ? AlltoallBruck(transport, own, target_of, bytes, scratch, deadline)
+                              : AlltoallLinks(transport, own, target_of, scratch, deadline));
   });
   Print(network, size);
 }

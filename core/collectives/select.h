@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <optional>
 
 #include "transport/link_costs.h"
 
@@ -107,13 +108,31 @@ constexpr bool ScattersByHalving(int size, size_t bytes, const LinkCosts& costs 
   return !times.RingIsBetter(times.RingReducescatter(), times.HalvingReducescatter(), 1);
 }
 
+constexpr double kMostRanksOnAHost = 8;   // they share its link
+constexpr double kPerNextMessage = 5e-6;  // seconds between messages whose latencies overlap
+
 // Returns whether an allgather with `bytes` bytes of all ranks together uses AllgatherDoubling
 // instead of the ring. Doubling sends all bytes over the link of a host once for every rank of the
 // host, so the time for the bytes must be small compared with the latency of a ring.
 constexpr bool GathersByDoubling(int size, size_t bytes, const LinkCosts& costs = {}) {
-  constexpr double kMostRanksOnAHost = 8;
   return static_cast<double>(bytes) * costs.per_byte * kMostRanksOnAHost <
          (size - 1) * costs.per_message;
+}
+
+// Returns the most bytes of a part for which AlltoallBruck takes less time than a message to every
+// rank, or nothing if all parts are sent directly. A rank does not know how long the parts of
+// others are. With long parts, the rounds only add to the time, so they must take at most a third
+// of the time of the direct messages.
+constexpr std::optional<size_t> MostBytesToRelay(int size, const LinkCosts& costs = {}) {
+  int rounds = 0;
+  while (1 << rounds < size) ++rounds;
+  const double others = size - 1;
+  if (3 * rounds * costs.per_message >= others * kPerNextMessage) return std::nullopt;
+  constexpr double kMost = 1024;
+  const double saved = others * kPerNextMessage - (rounds - 1) * costs.per_message;
+  const double per_byte =  // every round sends half of the parts
+      (rounds * size / 2.0 - others) * costs.per_byte * kMostRanksOnAHost;
+  return static_cast<size_t>(per_byte * kMost < saved ? kMost : saved / per_byte);
 }
 
 // How the pieces of a broadcast travel over links: from rank to rank, or down a binomial tree.
@@ -129,7 +148,6 @@ struct BroadcastRoute {
 constexpr BroadcastRoute SelectBroadcast(int size, size_t bytes, const LinkCosts& costs = {}) {
   constexpr size_t kSmallest = size_t{32} << 10;
   constexpr size_t kLargest = size_t{4} << 20;
-  constexpr double kPerPiece = 5e-6;  // seconds between pieces, whose latencies overlap
   const auto seconds = [&](double start, size_t length) {
     return start + static_cast<double>(length) * costs.per_byte;
   };
@@ -140,7 +158,8 @@ constexpr BroadcastRoute SelectBroadcast(int size, size_t bytes, const LinkCosts
   for (size_t piece = kSmallest; piece <= kLargest; piece *= 2) {
     const size_t pieces = (bytes + piece - 1) / piece;
     const double first = (size - 1) * seconds(costs.per_message, piece);
-    const double chain = first + (static_cast<double>(pieces) - 1) * seconds(kPerPiece, piece);
+    const double chain =
+        first + (static_cast<double>(pieces) - 1) * seconds(kPerNextMessage, piece);
     if (chain >= least) continue;
     best = BroadcastRoute{true, piece};
     least = chain;

@@ -403,6 +403,15 @@ TEST(Select, AReducescatterOfLongDataGoesAroundARingAndOthersAreHalved) {
   EXPECT_FALSE(ScattersByHalving(3, 4096)) << "three rounds instead of two";
 }
 
+TEST(Select, ShortPartsOfAnAlltoallAmongManyRanksAreRelayed) {
+  for (const int size : {1, 2, 16, 64}) EXPECT_FALSE(MostBytesToRelay(size)) << size;
+  for (const int size : {128, 1024, 4096}) {
+    ASSERT_TRUE(MostBytesToRelay(size)) << size;
+    EXPECT_GT(*MostBytesToRelay(size), 256u) << size;
+    EXPECT_LT(*MostBytesToRelay(size), 1024u) << size;
+  }
+}
+
 TEST(Select, ByTheCostsOfTheLinks) {
   const LinkCosts slow{30e-6, 80e-9}, fast{30e-6, 0.08e-9}, near{3e-6, 0.8e-9};
   EXPECT_EQ(SelectForLinks(8, 65536), LinkAlgorithm::kDoubling);
@@ -416,6 +425,9 @@ TEST(Select, ByTheCostsOfTheLinks) {
   EXPECT_LT(SelectBroadcast(8, 8 << 20, slow).piece_bytes, SelectBroadcast(8, 8 << 20).piece_bytes);
   EXPECT_TRUE(GathersByDoubling(8, 65536, fast));
   EXPECT_FALSE(GathersByDoubling(8, 65536, slow));
+  EXPECT_TRUE(MostBytesToRelay(16, near));
+  EXPECT_LT(*MostBytesToRelay(128, slow), 8u);
+  EXPECT_EQ(MostBytesToRelay(128, LinkCosts{30e-6, 0}), 1024u);
 }
 
 TEST(Select, IsHierarchicalIfSomeRanksShareMemoryUnlessTurnedOff) {

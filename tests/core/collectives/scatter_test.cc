@@ -10,6 +10,7 @@
 #include "collectives/kernels.h"
 #include "collectives/ranks.h"
 #include "collectives/reducescatter.h"
+#include "transport/meshes.h"
 
 namespace sparkhvd {
 namespace {
@@ -148,7 +149,19 @@ TEST(Reducescatter, NamesTheRankThatDoesNotComeBeforeAndWithinTheRoundsOfHalving
   }
 }
 
-// Runs an alltoall in which rank s sends `rows_between(s, r)` rows of `row_bytes` to rank r, and
+// Runs an alltoall over the arena, or over the links by each algorithm.
+Status ExchangeRows(Mesh& mesh, ArenaSteps* steps, const RowsToSend& own,
+                    const RowsTarget& target_of) {
+  if (steps != nullptr) return AlltoallShm(*steps, own, target_of, Soon());
+  std::vector<std::byte> scratch;
+  for (const size_t most_bytes : {size_t{0}, size_t{5000}}) {
+    SHVD_TRY(AlltoallBruck(*mesh.transport, own, target_of, most_bytes, scratch, Soon())
+                 .Annotate("relaying up to " + std::to_string(most_bytes) + " bytes"));
+  }
+  return AlltoallDirect(*mesh.transport, own, target_of, scratch, Soon());
+}
+
+// Runs alltoalls in which rank s sends `rows_between(s, r)` rows of `row_bytes` to rank r, and
 // checks what this rank receives.
 Status CheckAlltoall(Mesh& mesh, ArenaSteps* steps, size_t row_bytes,
                      const std::function<size_t(size_t, size_t)>& rows_between) {
@@ -169,17 +182,15 @@ Status CheckAlltoall(Mesh& mesh, ArenaSteps* steps, size_t row_bytes,
     append(source, me, other);
     append(expected, other, me);
   }
-  std::vector<std::byte> target;
+  std::vector<std::vector<std::byte>> targets;  // of each algorithm
   const auto target_of = [&](const std::vector<int64_t>& rows) -> Result<Bytes> {
     EXPECT_EQ(rows, expected_rows);
-    target.resize(expected.size());
+    std::vector<std::byte>& target = targets.emplace_back(expected.size());
     return Bytes(target.data(), target.size());
   };
   const RowsToSend own{ConstBytes(source.data(), source.size()), splits, row_bytes};
-  std::vector<std::byte> scratch;
-  SHVD_TRY(steps != nullptr ? AlltoallShm(*steps, own, target_of, Soon())
-                            : AlltoallLinks(*mesh.transport, own, target_of, scratch, Soon()));
-  EXPECT_TRUE(target == expected);
+  SHVD_TRY(ExchangeRows(mesh, steps, own, target_of));
+  for (const std::vector<std::byte>& target : targets) EXPECT_TRUE(target == expected);
   return Status();
 }
 
@@ -236,25 +247,58 @@ TEST(Alltoall, FailsIfThereIsNoMemoryForTheRows) {
 
 TEST(Alltoall, RefusesAPartThatDoesNotMatchItsNumberOfRows) {
   const std::vector<std::byte> zeros(AlltoallShortBytes(2) + 8);
-  // Without a whole number of rows, with bytes beyond the announced 0 rows, and with too many.
-  for (const size_t bytes : {size_t{7}, size_t{9}, zeros.size()}) {
-    std::vector<Mesh> meshes = InProcessMeshes({0, 1});
-    const std::vector<Status> statuses = OnEveryRank(meshes, [&](int rank, Mesh& mesh) {
-      std::vector<std::byte> scratch(64);
-      if (rank == 1) {
-        return Exchange(*mesh.transport, 0, ConstBytes(zeros.data(), bytes), 0,
-                        Bytes(scratch.data(), 8), Soon());
-      }
-      const std::vector<int64_t> splits{0, 0};
-      const auto none = [](const std::vector<int64_t>&) -> Result<Bytes> { return Bytes(); };
-      return AlltoallLinks(*mesh.transport, {ConstBytes(), splits, 1}, none, scratch, Soon());
-    });
-    EXPECT_EQ(statuses[0].code(), StatusCode::kInternal);
-    EXPECT_NE(statuses[0].message().find("rank 1 sent " + std::to_string(bytes) +
-                                         " bytes, which do not match its number of rows"),
-              std::string::npos)
-        << statuses[0].message();
+  for (const bool relayed : {false, true}) {
+    // Without a whole number of rows, with bytes beyond the announced 0 rows, and with too many.
+    for (const size_t bytes : {size_t{7}, size_t{9}, zeros.size()}) {
+      std::vector<Mesh> meshes = InProcessMeshes({0, 1});
+      const std::vector<Status> statuses = OnEveryRank(meshes, [&](int rank, Mesh& mesh) {
+        std::vector<std::byte> scratch(64);
+        if (rank == 1) {
+          return Exchange(*mesh.transport, 0, ConstBytes(zeros.data(), bytes), 0,
+                          Bytes(scratch.data(), 8), Soon());
+        }
+        const std::vector<int64_t> splits{0, 0};
+        const auto none = [](const std::vector<int64_t>&) -> Result<Bytes> { return Bytes(); };
+        const RowsToSend own{ConstBytes(), splits, 1};
+        return relayed ? AlltoallBruck(*mesh.transport, own, none, AlltoallShortBytes(2), scratch,
+                                       Soon())
+                       : AlltoallDirect(*mesh.transport, own, none, scratch, Soon());
+      });
+      EXPECT_EQ(statuses[0].code(), StatusCode::kInternal);
+      EXPECT_NE(statuses[0].message().find("rank 1 sent " + std::to_string(bytes) +
+                                           " bytes, which do not match its number of rows"),
+                std::string::npos)
+          << statuses[0].message();
+    }
   }
+}
+
+TEST(Alltoall, WorksOverSocketsWithSmallBuffers) {
+  std::vector<Mesh> meshes = Connect(5, [](MeshOptions* options) {
+    options->host_key.clear();
+    options->socket_buffer_bytes = 4096;
+  });
+  ExpectAllOk(OnEveryRank(meshes, [](int, Mesh& mesh) {
+    return CheckAlltoall(mesh, nullptr, 1, [](size_t sender, size_t receiver) {
+      return (sender + 2 * receiver) % 4 * 3000;
+    });
+  }));
+}
+
+TEST(Alltoall, NamesTheRankThatDoesNotComeToARound) {
+  std::vector<Mesh> meshes = InProcessMeshes({0, 1, 2});
+  const std::vector<Status> statuses = OnEveryRank(meshes, [&](int rank, Mesh& mesh) {
+    if (rank == 1) return Status();
+    const std::vector<int64_t> splits{0, 0, 0};
+    const auto none = [](const std::vector<int64_t>&) -> Result<Bytes> { return Bytes(); };
+    std::vector<std::byte> scratch;
+    return AlltoallBruck(*mesh.transport, {ConstBytes(), splits, 1}, none, 100, scratch,
+                         Deadline::AfterSeconds(1));
+  });
+  EXPECT_EQ(statuses[2].code(), StatusCode::kTimeout);
+  EXPECT_NE(statuses[2].message().find("alltoall distance 1: "), std::string::npos);
+  EXPECT_NE(statuses[2].message().find("from rank 1"), std::string::npos) << statuses[2].message();
+  EXPECT_FALSE(statuses[0].ok());
 }
 
 INSTANTIATE_TEST_SUITE_P(Sizes, ScatterTest,

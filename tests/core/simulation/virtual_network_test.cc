@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <functional>
 #include <vector>
 
 #include "collectives/allgather.h"
@@ -244,24 +245,74 @@ TEST(VirtualNetwork, AnAllreduceEndsAfterItsLastRankHasBegun) {
   EXPECT_NEAR(network.Latest(), 0.25 + alone, 1e-9);
 }
 
+using Alltoall = std::function<Status(Transport&, const RowsToSend&, const RowsTarget&,
+                                      std::vector<std::byte>&)>;
+
+// Runs an alltoall with a row for every rank.
+void ExchangeRows(VirtualNetwork& network, size_t row_bytes, const Alltoall& alltoall) {
+  network.OnEveryRank([&](Transport& transport) {
+    const auto size = static_cast<size_t>(transport.size());
+    std::vector<std::byte> data(size * row_bytes);
+    std::vector<std::byte> received(size * row_bytes);
+    std::vector<std::byte> scratch;
+    const std::vector<int64_t> splits(size, 1);
+    const auto target = [&](const std::vector<int64_t>&) -> Result<Bytes> {
+      return Bytes(received.data(), received.size());
+    };
+    const RowsToSend rows{ConstBytes(data.data(), data.size()), splits, row_bytes};
+    const Status status = alltoall(transport, rows, target, scratch);
+    EXPECT_TRUE(status.ok()) << status.message();
+  });
+}
+
 // All messages are in transit at once, so their latency passes while the processor sends others.
 TEST(VirtualNetwork, AnAlltoallOfShortPartsTakesTheProcessorTwoMessagesPerPeer) {
   const NetworkCosts costs;
   constexpr int kSize = 16;
-  constexpr size_t kRow = 100;
   VirtualNetwork network(OwnHosts(kSize), costs);
-  network.OnEveryRank([](Transport& transport) {
-    std::vector<std::byte> data(kSize * kRow);
-    std::vector<std::byte> received(kSize * kRow);
-    std::vector<std::byte> scratch;
-    const std::vector<int64_t> splits(kSize, 1);
-    const auto target = [&](const std::vector<int64_t>&) -> Result<Bytes> {
-      return Bytes(received.data(), received.size());
-    };
-    const RowsToSend rows{ConstBytes(data.data(), data.size()), splits, kRow};
-    EXPECT_TRUE(AlltoallLinks(transport, rows, target, scratch, Patience()).ok());
+  ExchangeRows(network, 100, [](auto& transport, auto& rows, auto& target, auto& scratch) {
+    return AlltoallLinks(transport, rows, target, scratch, Patience());
   });
   EXPECT_NEAR(network.Latest(), 2 * (kSize - 1) * costs.per_message, 1e-9);
+}
+
+TEST(VirtualNetwork, AnAlltoallOfRelayedPartsTakesOneRoundPerDoublingOfTheRanks) {
+  const NetworkCosts costs;
+  constexpr size_t kRow = 100;
+  for (const int size : {2, 3, 7, 16, 33}) {
+    VirtualNetwork network(OwnHosts(size), costs);
+    ExchangeRows(network, kRow, [](auto& transport, auto& rows, auto& target, auto& scratch) {
+      return AlltoallBruck(transport, rows, target, kRow, scratch, Patience());
+    });
+    size_t rounds = 0;
+    size_t parts = 0;  // that a rank sends in all rounds: half of all if the size is a power of two
+    for (int distance = 1; distance < size; distance *= 2) ++rounds;
+    for (int step = 1; step < size; ++step) {
+      for (int distance = 1; distance < size; distance *= 2) parts += (step & distance) != 0;
+    }
+    const size_t bytes = parts * (kRow + sizeof(int64_t));
+    const double message = costs.latency + 2 * costs.per_message;
+    EXPECT_NEAR(network.Latest(),
+                static_cast<double>(rounds) * message + static_cast<double>(bytes) * costs.per_byte,
+                1e-9);
+    for (int rank = 0; rank < size; ++rank) {
+      EXPECT_EQ(network.rank(rank).messages, rounds);
+      EXPECT_EQ(network.rank(rank).bytes, bytes);
+    }
+  }
+}
+
+// Their bytes take longer than a message, but not much longer.
+TEST(VirtualNetwork, PartsOfAnAlltoallThatAreNotShortAreInTransitTogether) {
+  const NetworkCosts costs;
+  constexpr int kSize = 16;
+  constexpr size_t kRow = 1000;
+  VirtualNetwork network(OwnHosts(kSize), costs);
+  ExchangeRows(network, kRow, [](auto& transport, auto& rows, auto& target, auto& scratch) {
+    return AlltoallBruck(transport, rows, target, 0, scratch, Patience());
+  });
+  EXPECT_LT(network.Latest(), 5 * (costs.latency + 2 * costs.per_message) +
+                                  (kSize - 1) * (2 * costs.per_message + kRow * costs.per_byte));
 }
 
 TEST(VirtualNetwork, AByteCountsAsScaleBytes) {

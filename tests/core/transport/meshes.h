@@ -64,7 +64,7 @@ struct MeshKind {
 
 inline void PrintTo(const MeshKind& kind, std::ostream* out) { *out << kind.name; }
 
-inline std::string KindName(const testing::TestParamInfo<MeshKind>& info) {
+inline std::string KindName(const ::testing::TestParamInfo<MeshKind>& info) {
   return info.param.name;
 }
 
