@@ -1,7 +1,7 @@
 """Simulate jobs of up to 1,024 ranks: the real negotiation and collectives, over a network in virtual time.
 
-The program measures nothing. Every message has a cost from a model (``tests/core/simulation/virtual_network.h``), so
-the times depend only on the costs below, not on the machine.
+The program measures nothing. Every message has a cost from a model (``tests/core/simulation/virtual_network.h`` and
+``virtual_store.h``), so the times depend only on the costs below, not on the machine.
 
     python -m bench.simulate
 """
@@ -71,6 +71,7 @@ class Simulator:
         self.broadcast = cache(self._broadcast)
         self.reducescatter = cache(self._reducescatter)
         self.alltoall = cache(self._alltoall)
+        self.start = cache(self._start)
         self.stragglers = cache(self._stragglers)
 
     def _cycle(self, hosts: int, per_host: int, fan_in: int) -> list[float]:
@@ -90,6 +91,10 @@ class Simulator:
     def _alltoall(self, hosts: int, per_host: int, size: int, algorithm: str, gigabits: int) -> float:
         """Return the seconds of an alltoall with `size` bytes from each rank to each rank."""
         return self._ask("alltoall", hosts, per_host, size, algorithm, *_costs(gigabits))[0]
+
+    def _start(self, hosts: int, per_host: int, gigabits: int) -> list[float]:
+        """Return the seconds of the rendezvous, the messages of a rank and the server, and bytes of the server."""
+        return self._ask("start", hosts, per_host, *_costs(gigabits))
 
     def _stragglers(self, hosts: int, mean: float, gigabits: int) -> float:
         """Return by how many seconds a step is longer than a rank computes on average."""
@@ -111,6 +116,7 @@ def main() -> None:
     with simulator() as simulated:
         print(f"Virtual time: {LATENCY * 1e6:.0f} us between hosts, {LATENCY_IN_HOST * 1e6:.0f} us within one,")
         print(f"{PER_MESSAGE * 1e6:.0f} us of processor time per message at each end, {PER_HOST} ranks per host.\n")
+        print_starts(simulated, 25)
         print_cycles(simulated)
         print_allreduces(simulated, 25)
         print_reducescatters(simulated, 25)
@@ -136,6 +142,19 @@ def simulator() -> Iterator[Simulator]:
     program = ROOT / "build" / "release" / "simulate"
     with subprocess.Popen([program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         yield Simulator(process)
+
+
+def print_starts(simulated: Simulator, gigabits: int) -> None:
+    print(f"rendezvous of a job's start, without the links between ranks, {gigabits} Gbit/s at the server\n")
+    print(f"{'ranks':>8}{'ms':>10}{'least':>10}{'messages of a rank':>20}{'of the server':>15}{'its MB':>10}")
+    for hosts in (1, *HOSTS):
+        ranks = hosts * PER_HOST
+        seconds, own, sent, size = simulated.start(hosts, PER_HOST, gigabits)
+        # The server receives as many messages as it sends, or transfers the bytes of its answers.
+        least = max(2 * sent * PER_MESSAGE, size * PER_BYTE_AT_1_GBIT / gigabits)
+        times = f"{seconds * 1e3:>10.2f}{least * 1e3:>10.2f}"
+        print(f"{ranks:>8}{times}{own:>20.0f}{sent:>15.0f}{size / 1e6:>10.1f}")
+    print()
 
 
 def print_cycles(simulated: Simulator) -> None:

@@ -8,6 +8,8 @@
 //   reducescatter HOSTS BYTES ALGORITHM COSTS      -> the same
 //   broadcast HOSTS BYTES ROUTE COSTS              -> the same
 //   alltoall HOSTS RANKS_PER_HOST BYTES ALGORITHM COSTS -> the same
+//   start HOSTS RANKS_PER_HOST COSTS               -> seconds, messages of a rank and of the
+//                                                     server, and bytes that the server sends
 //   stragglers HOSTS MEAN COSTS                    -> seconds of a step beyond MEAN
 //
 // COSTS are the numbers of NetworkCosts. BYTES is the size of the whole array. Each lane carries
@@ -34,6 +36,9 @@
 #include "collectives/slices.h"
 #include "scheduler/negotiation.h"
 #include "simulation/virtual_network.h"
+#include "simulation/virtual_store.h"
+#include "transport/address_record.h"
+#include "transport/meeting.h"
 
 namespace sparkhvd {
 namespace {
@@ -196,6 +201,45 @@ void Alltoall() {
   Print(network, size);
 }
 
+AddressRecord AddressOf(int rank, int per_host) {
+  const std::string host = std::to_string(rank / per_host);
+  AddressRecord record;
+  record.tcp = {{"10.0.0." + host, 40000}};
+  record.unix_name = "sparkhvd-0123456789abcdef0123456789abcdef";
+  record.host_key = "host-" + host + "-0123456789abcdef0123456789abcdef";
+  record.shared_memory = true;
+  record.arena_region_bytes = size_t{4} << 20;
+  record.common_settings = {{"SPARKHVD_FUSION_THRESHOLD", "67108864"},
+                            {"SPARKHVD_CACHE_CAPACITY", "1024"},
+                            {"SPARKHVD_HIERARCHICAL_ALLREDUCE", "yes"},
+                            {"SPARKHVD_HIERARCHICAL_ALLGATHER", "yes"},
+                            {"SPARKHVD_LINK_GBITS", "25.0"},
+                            {"SPARKHVD_LINK_LATENCY_US", "30.0"}};
+  return record;
+}
+
+// Exchanges what ConnectMesh exchanges through the rendezvous. The links and the arena between it
+// are missing, because they need sockets.
+void Start() {
+  int hosts = 0, per_host = 0;
+  NetworkCosts costs;
+  std::cin >> hosts >> per_host >> costs;
+  const int size = hosts * per_host;
+  VirtualStore store(size, costs);
+  store.OnEveryRank([&](int rank, KeyValueStore& client) {
+    const std::string own = "/" + std::to_string(rank);
+    Meeting meeting(client, "world", rank, Deadline::AfterSeconds(kPatience), {});
+    Require(meeting.Join());
+    Require(meeting.Set("address" + own, EncodeAddressRecord(AddressOf(rank, per_host))));
+    Require(meeting.GetAll("address", size).status());
+    Require(meeting.Set("arena" + own, "yes"));
+    Require(meeting.GetAll("arena", size).status());
+    meeting.Leave();
+  });
+  std::printf("%.9g %zu %zu %zu\n", store.Latest(), store.rank(size - 1).messages,
+              store.server().messages, store.server().bytes);
+}
+
 void Stragglers() {
   constexpr int kSteps = 500;
   constexpr size_t kFloats = 1024;
@@ -251,7 +295,8 @@ int main() {
   const std::map<std::string, void (*)()> cases{
       {"negotiate", sparkhvd::Negotiate},         {"allreduce", sparkhvd::Allreduce},
       {"reducescatter", sparkhvd::Reducescatter}, {"broadcast", sparkhvd::Broadcast},
-      {"alltoall", sparkhvd::Alltoall},           {"stragglers", sparkhvd::Stragglers},
+      {"alltoall", sparkhvd::Alltoall},           {"start", sparkhvd::Start},
+      {"stragglers", sparkhvd::Stragglers},
   };
   std::string kind;
   while (std::cin >> kind) {
