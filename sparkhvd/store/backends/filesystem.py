@@ -253,7 +253,7 @@ class FilesystemStore(Store):
         if isinstance(error, PermissionError) and not str(error):
             return "Permission denied"
         if isinstance(error, TimeoutError) and not str(error):
-            return "the server did not answer in time"
+            return "the server did not answer in time; check that it runs and that this machine can reach it"
         text = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
         return first_line(text).rstrip(".")
 
