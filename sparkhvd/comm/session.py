@@ -231,16 +231,17 @@ def _join_generation(
             membership.reason = f"could not connect: {error}"
             refusals = refusals + 1 if isinstance(error, AuthenticationError) else 0
         else:
-            _session.watch = _watch(membership, communicator)
+            _session.watch = _watch(membership, communicator, was_separated=current.answer_timeout is None)
             _session.inits[()] += 1
             return communicator
 
 
-def _watch(membership: Membership, communicator: Communicator) -> LossWatch | None:
-    if communicator.world.size == 1:
-        return None
+def _watch(membership: Membership, communicator: Communicator, *, was_separated: bool) -> LossWatch | None:
+    """Watch for the loss of other members; report first that hosts which were separated before reach each other."""
     try:
-        return membership.watch(communicator.abort)
+        if was_separated:
+            membership.connected()
+        return None if communicator.world.size == 1 else membership.watch(communicator.abort)
     except BaseException:
         communicator.close()
         raise

@@ -39,6 +39,7 @@ _WAIT_SECONDS = 400 * 86400.0
 LOST_CONNECTIONS = (HorovodInternalError, AuthenticationError)
 
 WAITING = "waiting"
+CONNECTED = "connected"
 SYNCED = "synced"
 FINISHED = "finished"
 PUBLISHED = "published"
@@ -49,7 +50,8 @@ class Report:
     """A report of a worker to the driver.
 
     Attributes:
-        kind: ``WAITING`` for the next generation, ``SYNCED`` once it has the job's state, ``FINISHED`` when the
+        kind: ``WAITING`` for the next generation, ``CONNECTED`` once it has reached all ranks of a generation with
+            hosts that could not reach each other before, ``SYNCED`` once it has the job's state, ``FINISHED`` when the
             training has ended on all ranks, ``PUBLISHED`` when a commit is in the job's Store.
         generation: the worker's latest generation; 0 if it has had none.
         commit: the number of its newest commit; -1 if it has no state of the job.
@@ -185,6 +187,10 @@ class Membership:
             bind_host=assignment.bind_host,
             answer_timeout=assignment.answer_timeout,
         )
+
+    def connected(self) -> None:
+        """Report that this worker has reached all ranks of the generation, so no host needs to be left out."""
+        self._report(CONNECTED)
 
     def synced(self) -> None:
         """Report that this worker has the job's state."""

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 
 from sparkhvd._util.texts import first_line
-from sparkhvd.comm.connect.membership import FINISHED, PUBLISHED, SYNCED, WAITING, Assignment, Report
+from sparkhvd.comm.connect.membership import CONNECTED, FINISHED, PUBLISHED, SYNCED, WAITING, Assignment, Report
 from sparkhvd.driver.elastic.membership_server import MembershipServer
 from sparkhvd.driver.elastic.policy import (
     Abandon,
@@ -195,6 +195,8 @@ class Controller:
                 self._membership.report_loss(member.generation, why)
                 if member.generation == self._roster.generation:
                     self._roster.unreachable(worker, self._membership.unreachable(member.generation, member.rank))
+        elif report.kind == CONNECTED:
+            self._roster.connected(worker, report.generation)
         elif report.kind == SYNCED:
             self._roster.synced(worker, report.generation, report.commit)
         elif report.kind == FINISHED:

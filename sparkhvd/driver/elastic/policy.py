@@ -122,7 +122,8 @@ class View:
         final_error: an error that the user's function would raise in every attempt; empty if there was none.
         same_error: the error of the user's function that has ended the most generations since the last new commit.
         same_errors: how many generations ``same_error`` has ended since then.
-        unreachable: pairs of workers that could not connect since the last generation that has synchronized.
+        unreachable: pairs of workers that have failed to connect since the last generation that has synchronized, and
+            that have not connected in a later generation.
         reasons: the latest failures, oldest first.
     """
 

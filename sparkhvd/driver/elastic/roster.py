@@ -136,6 +136,13 @@ class Roster:
         workers = {m.rank: m.worker for m in self._members.values() if m.generation == self._generation}
         self._unreachable.update((worker, workers[rank]) for rank in ranks if rank in workers)
 
+    def connected(self, worker: int, generation: int) -> None:
+        """Note that a worker has reached all ranks of its generation."""
+        member = self._members.get(worker)
+        if member is not None and member.generation == generation == self._generation:
+            reached = {other.worker for other in self._members.values() if other.generation == generation}
+            self._unreachable -= {pair for pair in self._unreachable if worker in pair and reached.issuperset(pair)}
+
     def synced(self, worker: int, generation: int, commit: int) -> bool:
         """Note that a member has the state of the job."""
         member = self._members.get(worker)

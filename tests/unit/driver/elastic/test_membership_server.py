@@ -83,8 +83,10 @@ def test_ranks_whose_training_has_ended_are_not_notified():
     membership = Membership(LaunchContext(membership=replace(server.address, worker=0)))
     server.notify(membership.generation)
     wait_for(membership.is_notified)
+    membership.connected()
     membership.finished()
     assert not membership.is_notified()
+    assert [inbox.get(timeout=60).report.kind for _ in range(2)] == ["connected", "finished"]
     membership.close()
     server.close()
 
@@ -117,7 +119,7 @@ def test_the_server_knows_the_ranks_that_a_rank_of_the_current_generation_could_
 
 
 def assignment_of_rank_0(generation: int, size: int, port: int) -> Assignment:
-    return Assignment(generation, World(0, size, 0, size), port, "", "127.0.0.1")
+    return Assignment(generation, World(0, size, 0, size), port, "", "127.0.0.1", answer_timeout=5.0)
 
 
 def peer(server: MembershipServer, generation: int, port: int) -> Communicator:

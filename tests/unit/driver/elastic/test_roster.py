@@ -304,7 +304,10 @@ def test_workers_count_as_unreachable_until_a_generation_has_connected():
     for worker in (0, 2):
         roster.waiting(worker, 1, 0, "could not connect", 1.0)
     roster.formed((2, 0), 1.0)
-    assert roster.view(1.0).unreachable == {(2, 0), (2, 1)}
+    roster.connected(2, 1)
+    assert roster.view(1.0).unreachable == {(2, 0), (2, 1)}, "generation 1 is over"
+    roster.connected(2, 2)
+    assert roster.view(1.0).unreachable == {(2, 1)}, "worker 1 is not in generation 2"
     roster.synced(2, 2, 0)
     assert not roster.view(1.0).unreachable
     roster.unreachable(2, [1, 7])
