@@ -26,6 +26,10 @@ _BEAT_SECONDS = 3.0
 _SILENT_SECONDS = 6.0
 
 
+class DriverEndedError(LaunchError):
+    """The driver has ended, so a retry of the task by Spark would be in vain."""
+
+
 class DriverConnection:
     """A connection that opens in the background and carries heartbeats until ``close``.
 
@@ -62,7 +66,8 @@ class DriverConnection:
             The introductions by task index, or None when not all tasks are connected to the driver.
 
         Raises:
-            LaunchError: the driver is lost, or the job has ended.
+            DriverEndedError: the driver has ended.
+            LaunchError: the driver's host is lost, or the job has ended.
         """
         client = self._opened.result()
         if client is None:
@@ -71,9 +76,8 @@ class DriverConnection:
         try:
             answer = client.ask(ExchangeIntroductions(own), Deadline(math.inf))
         except OSError as error:
-            raise LaunchError(
-                f"{where} lost its connection to the driver before the ranks were assigned: {error}"
-            ) from error
+            kind = LaunchError if is_host_unreachable(error) or self._open() is not None else DriverEndedError
+            raise kind(f"{where} lost its connection to the driver before the ranks were assigned: {error}") from error
         if isinstance(answer, Introductions):
             return answer.introductions
         if isinstance(answer, ExchangeUnavailable):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import asdict
@@ -25,25 +26,39 @@ from sparkhvd.rpc.registration import Introduction, TaskOffer
 from sparkhvd.task.all_gather import all_gather
 from sparkhvd.task.assignment import assign
 from sparkhvd.task.devices import mixed_devices, write_device_map
-from sparkhvd.task.driver_connection import DriverConnection
+from sparkhvd.task.driver_connection import DriverConnection, DriverEndedError
 from sparkhvd.task.failure_report import LAUNCH, FailureReport
 from sparkhvd.task.host.host_hash import host_hash
 from sparkhvd.task.host.versions import different_versions, local_versions
 from sparkhvd.task.job import Job
 from sparkhvd.task.rank import JobPlan, await_rows, supervise_rank, worker_spec
 from sparkhvd.task.result_rows import result_rows
+from sparkhvd.task.supervision import Outcome
 from sparkhvd.task.task_info import TaskInfo, current_task_info
 from sparkhvd.task.worker.output import DriverLog
 from sparkhvd.task.worker.process import WorkerProcess, spawn_or_substitute
 from sparkhvd.task.worker.spec import Raised
 from sparkhvd.task.worker.threads import thread_defaults
 
+logger = logging.getLogger(__name__)
+
 
 def run_task(job: Job, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Run one rank and yield rows of ``RESULT_SCHEMA``.
 
     A failing rank yields a row. An exception means that infrastructure was lost, and makes Spark retry the stage.
+    Without a driver, there are no rows and no exception.
     """
+    try:
+        rank, content = _run_rank(job, batches)
+    except DriverEndedError as error:
+        logger.warning("%s", error)
+        return
+    yield from result_rows(rank, content)
+
+
+def _run_rank(job: Job, batches: Iterator[pa.RecordBatch]) -> tuple[int, bytes | Outcome]:
+    """Run one rank; return its number, and its pickled result or the outcome of a job that failed."""
     with ExitStack() as stack:
         log = DriverLog(job)
         stack.callback(log.close)
@@ -88,8 +103,7 @@ def run_task(job: Job, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordB
         else:
             worker.send(worker_spec(job, plan, slot, given_rows_variable(paths)))
         report_phase = driver.report_phase if driver is not None else lambda _: None
-        content = supervise_rank(plan, slot, worker, deadline, report_phase=report_phase)
-    yield from result_rows(slot.world.rank, content)
+        return slot.world.rank, supervise_rank(plan, slot, worker, deadline, report_phase=report_phase)
 
 
 def _spool_rows(

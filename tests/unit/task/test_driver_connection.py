@@ -13,7 +13,7 @@ from sparkhvd.errors import LaunchError
 from sparkhvd.rpc.messages import Acknowledged, ExchangeIntroductions, Flush, Message, TaskStatus
 from sparkhvd.rpc.registration import Introduction, TaskOffer
 from sparkhvd.rpc.server import Server
-from sparkhvd.task.driver_connection import DriverConnection
+from sparkhvd.task.driver_connection import DriverConnection, DriverEndedError
 from sparkhvd.task.failure_report import LAUNCH
 from sparkhvd.task.job import Job
 from sparkhvd.task.task_info import TaskInfo
@@ -48,7 +48,7 @@ def test_tasks_exchange_introductions_over_connections_that_stay_open(exchange_s
     ):
         waiting = pool.submit(first.exchange_introductions, introduction(0))
         assert (
-            second.exchange_introductions(introduction(1)) == waiting.result(20.0) == (introduction(0), introduction(1))
+            second.exchange_introductions(introduction(1)) == waiting.result(60.0) == (introduction(0), introduction(1))
         )
         first.attend(0, queue.SimpleQueue())
 
@@ -102,7 +102,7 @@ def test_a_task_waiting_for_the_exchange_learns_that_the_job_has_ended(exchange_
         waiting = pool.submit(connection.exchange_introductions, introduction(0))
         exchange.end()
         with pytest.raises(LaunchError, match="Task 0 on host here: The job has already ended"):
-            waiting.result(20.0)
+            waiting.result(60.0)
 
 
 class DisconnectingDriver:
@@ -122,6 +122,19 @@ def test_the_loss_of_the_driver_ends_the_wait_for_the_exchange():
         pytest.raises(LaunchError, match=message),
     ):
         connection.exchange_introductions(introduction(0))
+
+
+def test_the_end_of_the_driver_ends_the_wait_for_the_exchange_for_good(monkeypatch):
+    monkeypatch.setattr("sparkhvd.task.driver_connection._CONNECT_SECONDS", 1.0)
+    driver = RecordingDriver()
+    server = Server(SECRET, driver)
+    with closing(connection_of(0, server.port)) as connection, ThreadPoolExecutor() as pool:
+        waiting = pool.submit(connection.exchange_introductions, introduction(0))
+        while not isinstance(driver.messages.get(timeout=60.0), ExchangeIntroductions):
+            continue
+        server.close()
+        with pytest.raises(DriverEndedError, match="Task 0 on host here lost its connection to the driver before"):
+            waiting.result(60.0)
 
 
 class DroppingDriver:
@@ -147,12 +160,12 @@ def test_a_task_connects_again_to_a_driver_that_lives_and_fails_when_the_driver_
     server = Server(SECRET, driver)
     with closing(connection_of(0, server.port)) as connection:
         connection.attend(3, events)
-        statuses = [driver.statuses.get(timeout=20.0)]
+        statuses = [driver.statuses.get(timeout=60.0)]
         while len([status for status in statuses if status.rank == 3]) < 2:
-            statuses.append(driver.statuses.get(timeout=20.0))
+            statuses.append(driver.statuses.get(timeout=60.0))
         assert events.empty()
         server.close()
-        report = events.get(timeout=20.0)
+        report = events.get(timeout=60.0)
     assert report.kind == LAUNCH
     assert "The driver of this job has ended, so its ranks were ended, too. The task on host here lost" in report.cause
 
