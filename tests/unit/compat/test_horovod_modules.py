@@ -8,9 +8,15 @@ from pathlib import Path
 import pytest
 
 import sparkhvd.torch
-from sparkhvd.comm.process_sets import ProcessSet
 
 _PACKAGE = Path(__file__).parents[3] / "compat" / "horovod"
+
+
+class _Communicator:
+    """Stands for a communicator of ``mpi4py``."""
+
+    def allgather(self, sendobj):
+        return [sendobj]
 
 
 @pytest.fixture(autouse=True)
@@ -104,11 +110,39 @@ def test_the_collectives_of_keras_take_a_value_and_a_name():
     assert [float(result[0]) for result in results] == [2.0] * 5
 
 
-def test_a_process_set_takes_horovods_keyword():
-    from horovod.common.process_sets import ProcessSet as Horovods  # noqa: PLC0415
+def test_a_process_set_answers_before_it_is_registered():
+    from horovod import torch as hvd  # noqa: PLC0415
+    from horovod.common.process_sets import ProcessSet  # noqa: PLC0415
 
-    assert Horovods is ProcessSet
-    assert Horovods(ranks_or_comm=[1, 0]).ranks == [0, 1]
+    assert hvd.ProcessSet is ProcessSet
+    own, other = (ProcessSet(ranks_or_comm=ranks) for ranks in ([0], [1, 2]))
+    hvd.init()
+    try:
+        assert [(some.size(), some.rank(), some.included()) for some in (own, other)] == [
+            (None, None, True),
+            (None, None, False),
+        ]
+        everyone = hvd.global_process_set
+        assert (everyone.size(), everyone.rank(), everyone.included()) == (1, 0, True)
+        assert ProcessSet(_Communicator()).included() is None
+    finally:
+        hvd.shutdown()
+
+
+def test_the_functions_of_every_framework_are_methods_of_an_object():
+    from horovod import torch as hvd  # noqa: PLC0415
+    from horovod.common.basics import HorovodBasics  # noqa: PLC0415
+
+    basics = HorovodBasics(__file__, "mpi_lib")
+    basics.init()
+    try:
+        assert (basics.rank(), basics.size(), hvd.is_initialized()) == (0, 1, True)
+        assert (basics.sycl_built(), hvd.sycl_built()) == (False, False)
+        assert hvd.mpi_ops._basics._get_process_set_ids_and_ranks() == {0: [0]}, "Horovod's tests call this"
+    finally:
+        basics.shutdown()
+    with pytest.raises(AttributeError, match=r"no attribute 'sise'. Did you mean 'size'"):
+        basics.sise()
 
 
 @pytest.mark.parametrize(

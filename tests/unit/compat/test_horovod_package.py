@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import nullcontext
 from importlib import import_module
 from inspect import Parameter, signature
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import keras
 import pytest
 
+from sparkhvd.cli.flags import parser
 from sparkhvd.errors import SlotsError
 from tests.scripts import results_of, run_script
 
@@ -99,6 +101,12 @@ def horovod(monkeypatch):
     ("module", "message"),
     [
         ("horovod.mxnet", "no MXNet interface"),
+        ("horovod.tensorflow.data.compute_service", "does not start TensorFlow's data service"),
+        ("horovod.spark.tensorflow.compute_worker", "does not start TensorFlow's data service"),
+        ("horovod.spark.data_loaders.pytorch_data_loaders", "does not read with petastorm"),
+        ("horovod.spark.keras.datamodule", "does not read with petastorm"),
+        ("horovod.spark.lightning.datamodule", "does not read with petastorm"),
+        ("horovod.spark.torch.datamodule", "does not read with petastorm"),
     ],
 )
 def test_missing_features_raise_an_error_of_one_sentence(horovod, module, message):
@@ -162,6 +170,39 @@ def test_hosts_and_limits_choose_the_launcher_and_the_kind_of_job(horovod, monke
     assert ((name, *counts), start_timeout) == (job, None)
     passed = {key: keywords.get(key) for key in (*_OVER_SSH, "hosts")}
     assert passed == {**dict.fromkeys(passed), **options}
+
+
+def test_the_launchers_function_runs_functions_and_commands(horovod, monkeypatch):
+    from horovod.runner import _HorovodArgs, launch  # noqa: PLC0415
+
+    calls = []
+    monkeypatch.setattr("sparkhvd.run", lambda *args, **kwargs: calls.append((args, kwargs)) or ["result"])
+    args = _HorovodArgs()
+    args.num_proc, args.hosts, args.nics, args.use_mpi, args.run_func = 2, "a:1,b:1", "eth0,lo", False, print
+    assert launch._run(args) == ["result"]
+    (((function, _, _, num_proc, _), options),) = calls
+    assert (function, num_proc, options["hosts"], options["nics"]) == (print, 2, "a:1,b:1", ["eth0", "lo"])
+
+    codes = [0, 3]
+    monkeypatch.setattr(launch, "main", lambda words: calls.append(list(words)) or codes.pop(0))
+    args.run_func, args.command, args.verbose, args.use_gloo = None, ["python", "train.py"], 2, True
+    args.cooldown_range = (5, 10)
+    assert launch._run(args) is None
+    flags = ["--num-proc=2", "--hosts=a:1,b:1", "--network-interfaces=eth0,lo", "--verbose", "--gloo"]
+    assert calls[1] == [*flags, "--blacklist-cooldown-range", "5", "10", "--", "python", "train.py"]
+    parsed = parser().parse(calls[1])
+    assert (parsed.num_proc, parsed.nics, parsed.cooldown_range) == (2, ["eth0", "lo"], [5, 10])
+    with pytest.raises(RuntimeError, match=r"'python train.py' failed with exit code 3"):
+        launch._run(args)
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_horovodrun_is_a_function(horovod, monkeypatch, code):
+    from horovod.runner import launch  # noqa: PLC0415
+
+    monkeypatch.setattr(launch, "main", lambda: code)
+    with pytest.raises(SystemExit, match="3") if code else nullcontext():
+        launch.run_commandline()
 
 
 def test_sessions_of_tensorflow_1_are_refused(horovod):

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any, Never
 
 import sparkhvd.keras as _hvd
 from horovod._signatures import with_parameters, with_scope
+from horovod.common import interface
+from horovod.common.interface import *  # noqa: F403  its __all__ lists the names
 from horovod.keras import callbacks, elastic
-from sparkhvd.comm import interface
 from sparkhvd.comm.collectives.buffers import ReduceOp
-from sparkhvd.comm.interface import *  # noqa: F403  its __all__ lists the names
 from sparkhvd.compat.horovod import missing
 
 __all__ = [

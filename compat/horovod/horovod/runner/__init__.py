@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import sparkhvd
@@ -16,6 +17,16 @@ from sparkhvd.driver.hosts import Host, parse_hostfile, parse_hosts, take_slots
 __all__ = ["run"]
 
 _THIS_HOST = frozenset({"localhost", "127.0.0.1", "::1", socket.gethostname()})
+
+
+class _HorovodArgs(SimpleNamespace):
+    """The arguments of ``horovod.runner.launch._run``, which programs set by name.
+
+    They have the names of the arguments of ``run`` or of the flags of ``horovodrun``, with underscores.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(num_proc=1, command=None, run_func=None)
 
 
 def run(  # noqa: PLR0917  the arguments are Horovod's

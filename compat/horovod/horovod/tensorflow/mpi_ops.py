@@ -10,8 +10,9 @@ import tensorflow as tf
 
 import sparkhvd.tensorflow as _hvd
 from horovod._signatures import with_parameters, with_scope
-from sparkhvd.comm import interface
-from sparkhvd.comm.interface import *  # noqa: F403  its __all__ lists the names
+from horovod.common import interface
+from horovod.common.basics import HorovodBasics
+from horovod.common.interface import *  # noqa: F403  its __all__ lists the names
 from sparkhvd.errors import HorovodInternalError
 from sparkhvd.tensorflow import barrier
 
@@ -37,6 +38,8 @@ __all__ = [
 __all__ += interface.__all__
 __all__.remove("allgather_object")  # those of horovod.tensorflow.functions take a session
 __all__.remove("broadcast_object")
+
+_basics = HorovodBasics(__file__)
 
 _REDUCTION_PARAMETERS = "average device_dense device_sparse compression op prescale_factor postscale_factor"
 _SCALE_PARAMETERS = "prescale_factor postscale_factor"

@@ -9,9 +9,10 @@ import torch
 
 import sparkhvd.torch as _hvd
 from horovod._signatures import with_parameters, with_scope
-from sparkhvd.comm import interface
+from horovod.common import interface
+from horovod.common.basics import HorovodBasics
+from horovod.common.interface import *  # noqa: F403  its __all__ lists the names
 from sparkhvd.comm.collectives.buffers import ReduceOp
-from sparkhvd.comm.interface import *  # noqa: F403  its __all__ lists the names
 from sparkhvd.errors import HorovodInternalError
 from sparkhvd.torch import barrier, poll, synchronize
 
@@ -46,6 +47,8 @@ __all__ = [
     "synchronize",
 ]
 __all__ += interface.__all__
+
+_basics = HorovodBasics(__file__)
 
 allgather = with_scope("allgather", _hvd.allgather)
 allgather_async = with_scope("allgather", _hvd.allgather_async)
