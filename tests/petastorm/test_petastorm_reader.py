@@ -171,6 +171,48 @@ def test_an_estimator_learns_the_same_weights_with_petastorms_reader(spark):
     assert learned != pytest.approx(initial, rel=1e-3)
 
 
+def test_the_oldest_spark_fits_by_both_data_paths_predicts_and_saves(spark, tmp_path):
+    """Fit, transform, save and load with the oldest versions of Spark and Arrow; the other tests use newer ones."""
+    import torch  # noqa: PLC0415
+    from pyspark.ml import Pipeline, PipelineModel  # noqa: PLC0415
+    from pyspark.ml.feature import VectorAssembler  # noqa: PLC0415
+
+    from sparkhvd import TorchEstimator  # noqa: PLC0415
+
+    rows = spark.range(40, numPartitions=2).selectExpr("id / 40.0D AS a", "id % 7 / 7.0D AS b", "a - b AS y").cache()
+
+    def fit(store):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(2, 1)
+        estimator = TorchEstimator(
+            num_proc=2,
+            store=store,
+            model=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            loss=torch.nn.functional.mse_loss,
+            feature_cols=["v"],
+            label_cols=["y"],
+            batch_size=20,  # one step per epoch, over all rows, however the ranks share them
+            epochs=2,
+            verbose=0,
+        )
+        return Pipeline(stages=[VectorAssembler(inputCols=["a", "b"], outputCol="v"), estimator]).fit(rows)
+
+    def predictions(model):
+        return [row["y__output"] for row in model.transform(rows).select("y__output").collect()]
+
+    assert spark.version.startswith("3.5.")
+    fitted, prepared = fit(None), fit(Store.create(str(tmp_path / "store")))
+    fitted.save(str(tmp_path / "model"))
+    loaded = PipelineModel.load(str(tmp_path / "model"))
+    module = loaded.stages[-1].getModel()
+    for one, other in zip(module.parameters(), prepared.stages[-1].getModel().parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    with torch.no_grad():
+        wanted = module(torch.tensor([[row.a, row.b] for row in rows.collect()], dtype=torch.float32))[:, 0]
+    assert predictions(fitted) == predictions(loaded) == pytest.approx(wanted.tolist(), rel=1e-5)
+
+
 def test_rows_that_petastorm_loses_or_repeats_are_detected(plain, monkeypatch):
     source = source_of(plain)
     original = source._read
