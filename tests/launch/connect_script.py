@@ -184,7 +184,7 @@ def slots_of_two_jobs(spark: SparkSession, folder: str) -> list[str]:
         waiting = str(sparkhvd.slots(spark))
     finally:
         Path(folder, "end").touch()
-        for thread in jobs:
+        for thread in filter(threading.Thread.is_alive, jobs):
             thread.join()
     return [waiting, str(sparkhvd.slots(spark))]
 
