@@ -50,9 +50,10 @@ class CurrentBatch:
         """Return the divisor of the batch, as a fraction of those of the step so far; None without masks."""
         if self._batch is None or self._batch[1] not in self._divided:
             return None
-        own = self._divided[self._batch[1]]
-        rows, divisors = (sum(values) for values in zip(*self._divided.values(), strict=True))
-        return own[1] / divisors if divisors else own[0] / rows
+        own_rows, own_divisor = self._divided[self._batch[1]]
+        divisors = sum(divisor for _, divisor in self._divided.values())
+        rows = sum(batch_rows for batch_rows, _ in self._divided.values())
+        return own_divisor / divisors if divisors else own_rows / rows
 
     def share_of_batch(self) -> float:
         """Return this rank's rows in the batch, as a fraction of all ranks' rows in the batch."""
