@@ -15,31 +15,32 @@ from sparkhvd._util.addresses import LOOPBACK
 from sparkhvd._util.counts import is_count, plain_count
 from sparkhvd._util.short_tracebacks import brief_errors
 from sparkhvd.comm.connect.commit_folder import CommitFolder
+from sparkhvd.compat.horovod import not_installed
 from sparkhvd.config import Config, changed_environment, warn_ignored_variables
 from sparkhvd.data.spark.settings import with_spark_credentials
-from sparkhvd.driver.arguments import RunOptions, check_options, check_seconds, checked_environment
+from sparkhvd.driver.arguments import RunOptions, check_counts, check_options, check_seconds, checked_environment
 from sparkhvd.driver.elastic.controller import Controller
 from sparkhvd.driver.elastic.discovery import Discovery, DiscoveryFunction, DiscoveryScript, DiscoveryThread
 from sparkhvd.driver.elastic.driver_addresses import driver_addresses
 from sparkhvd.driver.elastic.host_workers import HostWorkers
+from sparkhvd.driver.elastic.lease_workers import LeaseCluster, LeaseWorkers
 from sparkhvd.driver.elastic.local_workers import LocalWorkers, own_host
 from sparkhvd.driver.elastic.membership_server import MembershipServer
 from sparkhvd.driver.elastic.policy import ANSWER_SECONDS, MAX_SAME_ERRORS, Limits
 from sparkhvd.driver.elastic.roster import Cooldown
-from sparkhvd.driver.elastic.spark_workers import SparkWorkers
+from sparkhvd.driver.elastic.spark_leases import SparkLeases
 from sparkhvd.driver.elastic.workers import Event, Offered, Workers
 from sparkhvd.driver.host_process import SrunOptions, SshOptions
 from sparkhvd.driver.hosts import Host, check_slots, parse_hosts
 from sparkhvd.driver.launcher import LaunchRequest
 from sparkhvd.driver.results import unpickled
 from sparkhvd.driver.run import check_encryption, new_job, open_stream
-from sparkhvd.driver.spark.driver_address import driver_hosts
 from sparkhvd.driver.spark.gang_queue import turn_of
 from sparkhvd.driver.spark.resources import TaskResources
 from sparkhvd.driver.user_code.importable import importable_here, importable_nowhere, importable_on
 from sparkhvd.driver.user_code.payload import pickle_call
 from sparkhvd.driver.user_code.pickling import Importable
-from sparkhvd.errors import ConfigError, StoreError
+from sparkhvd.errors import ConfigError, LaunchError, StoreError
 from sparkhvd.store import layout, store_at
 from sparkhvd.store.protocol import Store
 from sparkhvd.task.job import Job
@@ -54,7 +55,7 @@ Result = TypeVar("Result")
 DEFAULT_ELASTIC_TIMEOUT = 600.0
 DEFAULT_COMMIT_INTERVAL = 60.0
 _RESTARTS_WITH_STORE = 3
-ELASTIC_LAUNCHERS = ("auto", "spark", "local", "ssh")
+ELASTIC_LAUNCHERS = ("auto", "spark", "local", "ssh", "ray")
 # The host_timeout of elastic jobs, which continue without a lost host.
 _HOST_SECONDS = 2.0
 
@@ -64,9 +65,10 @@ class ElasticOptions:
     """The arguments of ``run_elastic`` that concern the number and the locations of ranks, mostly under the same names.
 
     Attributes:
-        launcher: ``spark``, ``local`` or ``ssh``.
+        launcher: ``spark``, ``local``, ``ssh`` or ``ray``.
         hosts: the hosts of ``ssh``, unless ``discovery`` finds them.
         access: how to reach the hosts.
+        resources: the resources of each rank on Ray.
     """
 
     num_proc: int | None = None
@@ -83,6 +85,7 @@ class ElasticOptions:
     launcher: str = "local"
     hosts: tuple[Host, ...] = ()
     access: SshOptions | SrunOptions = field(default_factory=SshOptions)
+    resources: TaskResources = field(default_factory=TaskResources)
 
 
 @brief_errors
@@ -109,6 +112,8 @@ def run_elastic(  # noqa: PLR0917 - the order of the arguments is Horovod's
     hosts: str | None = None,
     ssh_port: int | None = None,
     ssh_identity_file: str | None = None,
+    gpus_per_task: float | None = None,
+    cpus_per_task: int | None = None,
     cooldown_range: tuple[float, float] | None = None,
     max_restarts: int | None = None,
     max_same_errors: int | None = None,
@@ -140,8 +145,9 @@ def run_elastic(  # noqa: PLR0917 - the order of the arguments is Horovod's
         num_proc: number of ranks that the job waits for at its start; None means ``min_num_proc``, or else
             ``max_num_proc``.
         min_num_proc: smallest number of ranks to train with; None means ``num_proc``.
-        max_num_proc: largest number of ranks; None means all slots of ``discovery`` or ``hosts``, or else ``num_proc``.
-            On Spark, the job requests this many tasks of ``spark.task.cpus`` cores each, as long as it runs.
+        max_num_proc: largest number of ranks; None means all slots of ``discovery``, ``hosts`` or the Ray cluster, or
+            else ``num_proc``. On Spark, the job requests this many tasks of ``spark.task.cpus`` cores each, as long as
+            it runs.
         start_timeout: seconds within which the first ranks, and each later rank, must have started. The time that the
             job waits for other jobs of this driver does not count. None takes ``SPARKHVD_START_TIMEOUT`` (600).
         elastic_timeout: seconds within which enough ranks must be ready again after a loss; None means 600.
@@ -155,8 +161,9 @@ def run_elastic(  # noqa: PLR0917 - the order of the arguments is Horovod's
         prefix_output_with_timestamp: whether every line starts with the time of its arrival.
         spark: the session; None uses the active one.
         launcher: ``spark`` starts the ranks in ordinary Spark tasks, which may come and go with the executors, for
-            example under dynamic allocation. Without Spark, ``local`` starts them on this machine, and ``ssh`` on other
-            machines. ``auto`` is ``ssh`` if ``hosts`` is set, and ``spark`` otherwise.
+            example under dynamic allocation. Without Spark, ``local`` starts them on this machine, ``ssh`` on other
+            machines, and ``ray`` in actors of a Ray cluster, whose nodes may come and go. ``auto`` is ``ssh`` if
+            ``hosts`` is set, and ``spark`` otherwise.
         discovery: for ``local`` and ``ssh``: a function that returns the number of slots by host, such as
             ``{"localhost": 2}``, or a script that prints lines of ``host`` or ``host:slots``. It is called once per
             second. With ``local``, None offers ``max_num_proc``, or else ``num_proc``, slots on this machine.
@@ -164,6 +171,8 @@ def run_elastic(  # noqa: PLR0917 - the order of the arguments is Horovod's
             and sparkhvd must be installed there under the same paths.
         ssh_port: port of the hosts' ssh servers; None uses ssh's configuration.
         ssh_identity_file: the private key for the ssh servers.
+        gpus_per_task: for ``ray``: the number of GPUs of each rank; None means 0.
+        cpus_per_task: for ``ray``: the number of cores of each rank; None means 1.
         cooldown_range: shortest and longest time in seconds without new ranks on a host after failures there; the time
             doubles with each failure. None means (1, 60).
         max_restarts: how many times the job starts again with new ranks after all ranks that held its state were lost.
@@ -199,7 +208,9 @@ def run_elastic(  # noqa: PLR0917 - the order of the arguments is Horovod's
     if not callable(fn):
         raise TypeError(f"fn must be a function, got {fn!r}. Pass it without calling it.")
     access = SshOptions(ssh_port, ssh_identity_file)
-    name = choose_elastic_launcher(launcher, spark, discovery, hosts, access)
+    resources = TaskResources(cpus_per_task, gpus_per_task)
+    check_counts(None, resources.gpus, resources.cpus)
+    name = choose_elastic_launcher(launcher, spark, discovery, hosts, access, resources)
     options = RunOptions(
         start_timeout=start_timeout,
         env=env,
@@ -228,6 +239,7 @@ def run_elastic(  # noqa: PLR0917 - the order of the arguments is Horovod's
         launcher=name,
         hosts=() if hosts is None else parse_hosts(hosts),
         access=access,
+        resources=resources,
     )
     session = LaunchRequest(None, spark).session() if name == "spark" else None
     return run_elastic_with(elastic, options, fn, args, kwargs, session)
@@ -239,7 +251,9 @@ def _discovery(source: str | DiscoveryScript | Callable[[], Mapping[str, int]] |
     return DiscoveryScript(source) if isinstance(source, str) else DiscoveryFunction(source)
 
 
-def choose_elastic_launcher(launcher: str, spark: object, discovery: object, hosts: object, access: SshOptions) -> str:
+def choose_elastic_launcher(  # noqa: PLR0917
+    launcher: str, spark: object, discovery: object, hosts: object, access: SshOptions, resources: TaskResources
+) -> str:
     """Return the name of the launcher for arguments of ``run_elastic``.
 
     Raises:
@@ -250,10 +264,9 @@ def choose_elastic_launcher(launcher: str, spark: object, discovery: object, hos
             f"launcher={launcher!r} cannot start elastic jobs; expected one of {list(ELASTIC_LAUNCHERS)}."
         )
     name = launcher if launcher != "auto" else "spark" if hosts is None else "ssh"
-    if name == "spark" and discovery is not None:
-        raise ConfigError(
-            "discovery requires launcher='local' or launcher='ssh'; on Spark, the executors provide the slots."
-        )
+    if name in {"spark", "ray"} and discovery is not None:
+        provider = "on Spark, the executors provide" if name == "spark" else "on Ray, the nodes provide"
+        raise ConfigError(f"discovery requires launcher='local' or launcher='ssh'; {provider} the slots.")
     if name != "spark" and spark is not None:
         raise ConfigError(f"spark has no effect with launcher={name!r}. Leave one of them out.")
     if name == "ssh" and (hosts is None) == (discovery is None):
@@ -262,7 +275,17 @@ def choose_elastic_launcher(launcher: str, spark: object, discovery: object, hos
         raise ConfigError(f"hosts requires launcher='ssh', got launcher={name!r}. Leave one of them out.")
     if name != "ssh" and access != SshOptions():
         raise ConfigError(f"ssh_port and ssh_identity_file require launcher='ssh', got {name!r}.")
+    check_elastic_resources(name, resources)
     return name
+
+
+def check_elastic_resources(launcher: str, resources: TaskResources) -> None:
+    """Raise ``ConfigError`` if the launcher of an elastic job cannot reserve the resources."""
+    if launcher != "ray" and resources:
+        raise ConfigError(
+            f"gpus_per_task and cpus_per_task of elastic jobs require launcher='ray', got {launcher!r}. On Spark, set "
+            "spark.task.cpus and spark.task.resource.gpu.amount instead."
+        )
 
 
 def run_elastic_with(  # noqa: PLR0917
@@ -291,13 +314,14 @@ def run_elastic_with(  # noqa: PLR0917
         inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
         stream = open_stream(options, max_ranks)
         stack.callback(stream.close)
-        bind_host, names = _driver_addresses(elastic, spark)
+        cluster = _lease_cluster(elastic, spark, stack)
+        bind_host, names = _driver_addresses(elastic, cluster)
         limits = replace(limits, answer_timeout=max(ANSWER_SECONDS, config.host_timeout or 0.0))
         membership = MembershipServer(job.secret, inbox, encrypt=config.encrypt, host=bind_host, names=names)
         stack.callback(membership.close)
         workers: Workers
-        if spark is not None:
-            workers = SparkWorkers(spark, job, max_ranks, limits.min_size, membership.address, stream, inbox)
+        if cluster is not None:
+            workers = LeaseWorkers(cluster, job, max_ranks, limits.min_size, membership.address, stream, inbox)
         elif elastic.launcher == "ssh":
             workers = HostWorkers(job, elastic.access, membership.address, bind_host, stream, inbox)
         else:
@@ -305,7 +329,7 @@ def run_elastic_with(  # noqa: PLR0917
         stack.callback(workers.close)
         if elastic.discovery is not None:
             stack.callback(DiscoveryThread(elastic.discovery, inbox).close)
-        elif spark is None:  # on Spark, the executors offer slots
+        elif cluster is None:  # otherwise the leases offer slots
             inbox.put(Offered(_fixed_slots(elastic.hosts, max_ranks)))
         contents = Controller(limits, cooldown, workers, membership, inbox).run()
     if job.commits is not None:
@@ -347,15 +371,37 @@ def _delete_commits(commits: CommitFolder) -> None:
 
 def _importable(launcher: str, options: RunOptions, spark: SparkSession | None) -> Importable:
     """Return the function that finds out which of the user's modules the ranks can import."""
-    if options.executable or launcher == "ssh":  # another Python or host may lack the modules' dependencies
+    if options.executable or launcher in {"ssh", "ray"}:  # another Python or host may lack the modules' dependencies
         return importable_nowhere
     return importable_here if spark is None else partial(importable_on, spark, start_timeout=options.start_timeout)
 
 
-def _driver_addresses(elastic: ElasticOptions, spark: SparkSession | None) -> tuple[str, Sequence[str]]:
-    """Return the local address to bind, and the names and addresses at which workers reach this driver."""
+def _lease_cluster(elastic: ElasticOptions, spark: SparkSession | None, stack: ExitStack) -> LeaseCluster | None:
+    """Return the cluster that schedules the ranks; None if the job itself distributes them. ``stack`` disconnects it.
+
+    Raises:
+        LaunchError: Ray is not installed or does not connect.
+    """
     if spark is not None:
-        own_name, bind_host = driver_hosts(spark)
+        return SparkLeases(spark)
+    if elastic.launcher != "ray":
+        return None
+    try:
+        from sparkhvd.driver.elastic.ray_leases import RayLeases  # noqa: PLC0415 - Ray may be missing
+        from sparkhvd.driver.ray.cluster import RankResources  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "ray":
+            raise
+        raise LaunchError(not_installed("launcher='ray'", "ray")) from error
+    resources = RankResources(elastic.resources.cpus or 1, float(elastic.resources.gpus or 0.0))
+    stack.enter_context(RayLeases.opened())
+    return RayLeases(resources, grows=elastic.max_num_proc is None)
+
+
+def _driver_addresses(elastic: ElasticOptions, cluster: LeaseCluster | None) -> tuple[str, Sequence[str]]:
+    """Return the local address to bind, and the names and addresses at which workers reach this driver."""
+    if cluster is not None:
+        own_name, bind_host = cluster.addresses()
         return bind_host, [bind_host, own_name]
     if elastic.launcher == "ssh":
         return driver_addresses([host.name for host in elastic.hosts] or None)
@@ -419,7 +465,7 @@ def _sizes(elastic: ElasticOptions) -> tuple[int, int, int | None]:
     if elastic.hosts:
         limits_num_proc = elastic.num_proc is not None or elastic.min_num_proc is None
         check_slots(elastic.hosts, "num_proc" if limits_num_proc else "min_num_proc", num_proc)
-    if largest is None and elastic.discovery is None:
+    if largest is None and elastic.discovery is None and elastic.launcher != "ray":
         largest = sum(host.slots for host in elastic.hosts) or num_proc
     if smallest > num_proc or (largest is not None and num_proc > largest):
         raise ConfigError(

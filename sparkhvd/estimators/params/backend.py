@@ -15,7 +15,13 @@ from sparkhvd.config import changed_environment, from_environment
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.arguments import check_seconds
 from sparkhvd.driver.elastic.driver_addresses import driver_addresses
-from sparkhvd.driver.elastic.run import ELASTIC_LAUNCHERS, ElasticOptions, check_limits, run_elastic
+from sparkhvd.driver.elastic.run import (
+    ELASTIC_LAUNCHERS,
+    ElasticOptions,
+    check_elastic_resources,
+    check_limits,
+    run_elastic,
+)
 from sparkhvd.driver.launcher import LAUNCHERS, LaunchRequest, launcher_class
 from sparkhvd.driver.preflight.preflight import RequestedTasks
 from sparkhvd.driver.run import launch_request, run
@@ -119,9 +125,11 @@ class SparkBackend:
             check_limits(ElasticOptions(self.requested_ranks, **self._elastic), self.start_seconds)
             if launcher not in ELASTIC_LAUNCHERS:
                 raise ConfigError(
-                    f"The launcher {launcher!r} cannot start elastic ranks. Leave it out or use 'spark', 'local' or "
-                    "'ssh', or leave min_num_proc and max_num_proc out."
+                    f"The launcher {launcher!r} cannot start elastic ranks. Leave it out or use 'spark', 'local', "
+                    "'ssh' or 'ray', or leave min_num_proc and max_num_proc out."
                 )
+            resources = TaskResources(self._options.get("cpus_per_task"), self._options.get("gpus_per_task"))
+            check_elastic_resources(launcher, resources)
         elif self._elastic:
             raise ConfigError(
                 f"{next(iter(self._elastic))} is for elastic training. Set min_num_proc or max_num_proc, too, or leave "
@@ -147,7 +155,7 @@ class SparkBackend:
         if self.is_elastic:
             options.pop("rows")  # elastic ranks read their rows from a Store
             options["max_restarts"] = _MAX_RESTARTS
-            if own_options.get("launcher") in {"local", "ssh"} or "hosts" in own_options:
+            if own_options.get("launcher") in {"local", "ssh", "ray"} or "hosts" in own_options:
                 options.pop("spark")  # these launchers need no session
         copied = copy.copy(self)
         copied._options = {**options, **own_options}  # noqa: SLF001 - of this object's own copy
@@ -217,7 +225,8 @@ class SparkBackend:
         """See ``Backend.run``."""
         env = {**self.env, **(env or {})}
         if self.is_elastic:
-            return run_elastic(fn, args, kwargs, env=env, **{**self._options, **self._elastic})
+            sizes = {"max_num_proc": self.largest}  # the rows are divided for this number
+            return run_elastic(fn, args, kwargs, env=env, **{**self._options, **sizes, **self._elastic})
         return run(fn, args, kwargs, env=env, **self._options)
 
 

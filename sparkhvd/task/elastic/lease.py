@@ -1,4 +1,7 @@
-"""The Spark task of an elastic job: offers one slot to the driver, and runs the workers that the driver starts."""
+"""A lease of an elastic job: a Spark task or a Ray actor that offers one slot to the driver.
+
+It runs the workers that the driver starts, one at a time.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import os
 import queue
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 
@@ -36,7 +39,7 @@ from sparkhvd.rpc.protection import require_encryption
 from sparkhvd.rpc.registration import Introduction, TaskOffer
 from sparkhvd.task.devices import cuda_names, device_kind, drop_user_variables, selection_variables
 from sparkhvd.task.elastic.commands import DriverLost, carry_out_commands
-from sparkhvd.task.elastic.worker import End, Lost, RunningWorkers, WorkerLocation
+from sparkhvd.task.elastic.worker import End, Guard, Lost, RunningWorkers, WorkerLocation, unguarded
 from sparkhvd.task.host.host_hash import host_hash
 from sparkhvd.task.host.versions import local_versions
 from sparkhvd.task.job import Job
@@ -63,20 +66,41 @@ def run_lease(
     """
     for _ in batches:  # Spark requires its input to be read
         pass
+    offer, cpus, attempt = _describe(job, lease)
+    hold_lease(job, membership, Introduction(attempt, offer, 0), cpus)
+    yield from ()
+
+
+def hold_lease(
+    job: Job, membership: MembershipAddress, introduction: Introduction, cpus: int, guard: Guard = unguarded
+) -> None:
+    """Offer a slot until the driver ends the lease or this process's parent ends, and run the workers in the slot.
+
+    Args:
+        job: the job.
+        membership: the address of the membership server, without a worker's number.
+        introduction: the slot.
+        cpus: the number of cores of a worker.
+        guard: see ``RunningWorkers``.
+
+    Raises:
+        LaunchError: the driver cannot be reached or was lost.
+    """
+    offer, attempt = introduction.offer, introduction.attempt
     with ExitStack() as stack:
-        offer, cpus, attempt = _describe(job, lease)
         parent = os.getppid()
         client = _connect(job, offer.host)
         stack.callback(client.close)
-        client.send(TaskStatus(lease, -1, offer.host, attempt), Deadline.after(_SEND_SECONDS))
-        if not _offer_slot(client, Introduction(attempt, offer, 0), parent):
+        client.send(TaskStatus(offer.task_index, -1, offer.host, attempt), Deadline.after(_SEND_SECONDS))
+        if not _offer_slot(client, introduction, parent):
             return
-        workers = RunningWorkers(
-            job, membership, cpus, partial(DriverLog, job), partial(_report, client), _device_variables(job, offer)
-        )
+        variables = _device_variables(job, offer)
+        report = partial(_report, client)
+        workers = RunningWorkers(job, membership, cpus, partial(DriverLog, job), report, variables, guard)
         commands: queue.SimpleQueue[Message | DriverLost] = queue.SimpleQueue()
+        request = NextCommand(offer.task_index, attempt)
         reader = threading.Thread(
-            target=_receive, args=(client, NextCommand(lease, attempt), commands), name="sparkhvd-commands", daemon=True
+            target=_receive, args=(client, request, commands), name="sparkhvd-commands", daemon=True
         )
         reader.start()
         stack.callback(reader.join)
@@ -86,7 +110,6 @@ def run_lease(
         # Only a change of this process's parent shows that the executor has ended.
         if carry_out_commands(workers, location, commands, lambda: os.getppid() != parent) is not None:
             raise LaunchError(f"The task on host {offer.host} lost its connection to the driver.")
-    yield from ()
 
 
 def _describe(job: Job, lease: int) -> tuple[TaskOffer, int, int]:
@@ -96,18 +119,34 @@ def _describe(job: Job, lease: int) -> tuple[TaskOffer, int, int]:
     context = TaskContext.get()
     if context is None:
         raise LaunchError("A task of an elastic job runs only inside Spark.")
-    host, driver = socket.gethostname(), job.driver_addresses[0][0]
+    gpus = context.resources().get("gpu")
+    devices = cuda_names(gpus.addresses, visible_devices()) if gpus else ()
+    offer = describe_slot(job, lease, socket.gethostname(), host_hash(), devices)
+    return offer, context.cpus(), context.taskAttemptId()
+
+
+def describe_slot(job: Job, lease: int, host: str, host_key: str, devices: Sequence[str]) -> TaskOffer:
+    """Return the offer of a slot on this host.
+
+    Args:
+        job: the job.
+        lease: the number of the lease.
+        host: the name of this host.
+        host_key: equal for slots whose ranks may share memory.
+        devices: the CUDA names of the slot's GPUs.
+
+    Raises:
+        LaunchError: this host cannot encrypt.
+    """
+    driver = job.driver_addresses[0][0]
     if job.config.encrypt:
         require_encryption(host)
     if job.nics:
         bind_host = candidates(job.nics, host, [])[0].address
     else:
         bind_host = LOOPBACK if is_loopback(driver) else outgoing_address(driver)
-    gpus = context.resources().get("gpu")
-    devices = cuda_names(gpus.addresses, visible_devices()) if gpus else ()
     kind = device_kind(devices, visible_devices())
-    offer = TaskOffer(lease, host_hash(), host, bind_host, devices, kind, local_versions(job.versions))
-    return offer, context.cpus(), context.taskAttemptId()
+    return TaskOffer(lease, host_key, host, bind_host, tuple(devices), kind, local_versions(job.versions))
 
 
 def _device_variables(job: Job, offer: TaskOffer) -> tuple[tuple[str, str], ...]:
@@ -134,8 +173,8 @@ def _connect(job: Job, host: str) -> Client:
         return connect(job.driver_addresses, job.secret, deadline, encrypt=job.config.encrypt)
     except OSError as error:
         raise LaunchError(
-            f"Host {host} cannot connect to the driver, which elastic jobs need: {error} Check spark.driver.host and "
-            "the network between executors and driver."
+            f"Host {host} cannot connect to the driver, which elastic jobs need: {error} Check the network between "
+            "this host and the driver. On Spark, check spark.driver.host, too."
         ) from error
 
 

@@ -55,6 +55,15 @@ class WorkerLocation:
     bind_host: str
 
 
+# Receives the id of a worker's process and its temporary folder, and returns what to call after the worker's end.
+Guard = Callable[[int, str | None], Callable[[], None]]
+
+
+def unguarded(leader: int, folder: str | None) -> Callable[[], None]:  # noqa: ARG001 - see ``Guard``
+    """Guard nothing: a worker whose parent is killed ends itself."""
+    return lambda: None
+
+
 @dataclass(frozen=True)
 class _Stop:
     """Ends a worker."""
@@ -72,6 +81,7 @@ class ElasticWorker:
         log: receives the output of the worker; the log's rank changes with every generation.
         report: called at most once, from the thread, with the end of the worker; not called if ``stop`` ended it.
         variables: environment variables for ``fn``.
+        guard: see ``RunningWorkers``.
 
     Raises:
         OSError: the process cannot be started.
@@ -87,6 +97,7 @@ class ElasticWorker:
         log: RankLog,
         report: Callable[[End], None],
         variables: tuple[tuple[str, str], ...] = (),
+        guard: Guard = unguarded,
     ) -> None:
         self._number = number
         self._host = location.host
@@ -95,9 +106,13 @@ class ElasticWorker:
         self._log = log
         log.rank = number  # until its first generation
         env = dict(job.env)
-        self._process = WorkerProcess(
-            spawn_worker(env, defaults, job.preload, job.executable, job.config.warm_seconds), log
-        )
+        spawned = spawn_worker(env, defaults, job.preload, job.executable, job.config.warm_seconds)
+        self._process = WorkerProcess(spawned, log)
+        try:
+            self._unguard = guard(self._process.pid, spawned.scratch)
+        except BaseException:
+            self._process.close()
+            raise
         self._process.output.start()
         context = LaunchContext(
             host_key=location.host_key,
@@ -129,6 +144,7 @@ class ElasticWorker:
             self._await_end()
         finally:
             self._process.close(TERM_SECONDS)
+            self._unguard()
             self._log.close()
 
     def _await_end(self) -> None:
@@ -200,6 +216,7 @@ class RunningWorkers:
         open_log: returns a destination for the output of one worker.
         report: called with the end of each worker, from a thread of the worker; not called if ``stop`` ended it.
         variables: environment variables for ``fn``.
+        guard: called with the process and the temporary folder of each worker; the result is called after its end.
     """
 
     def __init__(  # noqa: PLR0917
@@ -210,6 +227,7 @@ class RunningWorkers:
         open_log: Callable[[], RankLog],
         report: Callable[[End], None],
         variables: tuple[tuple[str, str], ...] = (),
+        guard: Guard = unguarded,
     ) -> None:
         self._job = job
         self._membership = membership
@@ -217,6 +235,7 @@ class RunningWorkers:
         self._open_log = open_log
         self._report = report
         self._variables = variables
+        self._guard = guard
         self._workers: dict[int, ElasticWorker] = {}
 
     def start(self, number: int, location: WorkerLocation) -> None:
@@ -225,7 +244,15 @@ class RunningWorkers:
         log = self._open_log()
         try:
             self._workers[number] = ElasticWorker(
-                number, location, self._job, self._membership, self._defaults, log, self._report, self._variables
+                number,
+                location,
+                self._job,
+                self._membership,
+                self._defaults,
+                log,
+                self._report,
+                self._variables,
+                self._guard,
             )
         except OSError as error:
             log.close()

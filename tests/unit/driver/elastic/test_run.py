@@ -16,6 +16,8 @@ from sparkhvd.errors import SlotsError
         (ElasticOptions(min_num_proc=2, hosts=parse_hosts("a:2,b:3")), (2, 2, 5)),
         (ElasticOptions(3, 1, 4, hosts=parse_hosts("a:2,b:3")), (3, 1, 4)),
         (ElasticOptions(2, discovery=DiscoveryFunction(dict)), (2, 2, None)),
+        (ElasticOptions(2, launcher="ray"), (2, 2, None)),
+        (ElasticOptions(2, 1, 5, launcher="ray"), (2, 1, 5)),
     ],
 )
 def test_the_largest_number_of_ranks_is_the_number_of_slots_if_it_is_known(options, limits):

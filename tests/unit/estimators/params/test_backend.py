@@ -24,7 +24,7 @@ def test_a_backend_is_elastic_if_its_number_of_ranks_has_a_limit():
 
 
 def test_an_elastic_backend_accepts_the_launchers_of_run_elastic():
-    for launcher, name in {"auto": "barrier", "spark": "barrier", "local": "local"}.items():
+    for launcher, name in {"auto": "barrier", "spark": "barrier", "local": "local", "ray": "ray"}.items():
         backend = SparkBackend(2, min_num_proc=1, launcher=launcher)
         backend.check_elastic()
         assert backend.launch()[0] == name
@@ -35,7 +35,18 @@ def test_the_ranks_of_an_elastic_backend_are_not_limited_by_the_current_slots():
     assert SparkBackend(min_num_proc=40, max_num_proc=60).num_processes() == 40
 
 
-@pytest.mark.parametrize("argument", ["gpus_per_task", "rows", "use_mpi"])
+def test_an_elastic_backend_on_ray_starts_no_more_ranks_than_its_rows_are_divided_for(monkeypatch):
+    backend = SparkBackend(3, min_num_proc=1, launcher="ray", gpus_per_task=1)
+    backend.check_elastic()
+    completed = backend.completed(spark=object(), rows=None, preload=(), num_proc=None)
+    calls = []
+    monkeypatch.setattr("sparkhvd.estimators.params.backend.run_elastic", lambda *_, **options: calls.append(options))
+    completed.run(print)
+    assert (calls[0]["max_num_proc"], calls[0]["gpus_per_task"], calls[0]["launcher"]) == (3, 1, "ray")
+    assert "spark" not in calls[0], "Ray needs no session"
+
+
+@pytest.mark.parametrize("argument", ["rows", "use_mpi"])
 def test_an_elastic_backend_refuses_arguments_that_run_elastic_lacks(argument):
     with pytest.raises(TypeError, match=argument):
         SparkBackend(2, min_num_proc=1, **{argument: None})
@@ -47,6 +58,7 @@ def test_an_elastic_backend_refuses_arguments_that_run_elastic_lacks(argument):
         (SparkBackend(2, reset_limit=1), "reset_limit is for elastic training"),
         (SparkBackend(2, max_num_proc=1), "must not decrease in this order"),
         (SparkBackend(2, min_num_proc=1, launcher="barrier"), "The launcher 'barrier' cannot start elastic ranks"),
+        (SparkBackend(2, min_num_proc=1, gpus_per_task=1), "gpus_per_task and cpus_per_task .* require launcher='ray'"),
         (SparkBackend(2, min_num_proc=1, max_restarts=-1), "max_restarts must be an integer of at least 0"),
     ],
 )
