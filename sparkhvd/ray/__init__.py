@@ -1,33 +1,38 @@
 """Ranks that stay in a Ray cluster between calls: ``from sparkhvd.ray import RayExecutor``.
 
-``sparkhvd.run(fn, launcher="ray")`` runs a single function in a Ray cluster.
+``sparkhvd.run(fn, launcher="ray")`` runs a single function in a Ray cluster, and ``sparkhvd.run_elastic`` an elastic
+job.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from sparkhvd.compat.horovod import missing, not_installed
 
 if TYPE_CHECKING:
+    from sparkhvd.ray.elastic import ElasticRayExecutor as ElasticRayExecutor
+    from sparkhvd.ray.elastic import ElasticRaySettings as ElasticRaySettings
     from sparkhvd.ray.executor import RayExecutor as RayExecutor
     from sparkhvd.ray.settings import RaySettings as RaySettings
 
-__all__ = ["RayExecutor", "RaySettings"]
+_MODULES = {
+    "ElasticRayExecutor": "elastic",
+    "ElasticRaySettings": "elastic",
+    "RayExecutor": "executor",
+    "RaySettings": "settings",
+}
+__all__ = ["ElasticRayExecutor", "ElasticRaySettings", "RayExecutor", "RaySettings"]
 
 
 def __getattr__(name: str) -> object:
-    if name == "ElasticRayExecutor":
-        raise AttributeError(
-            "sparkhvd has no elastic jobs on Ray. sparkhvd.run_elastic() starts them on Spark, on this machine or "
-            "through ssh; see docs/how-to/elastic.md."
-        )
-    if name not in __all__:
+    if name not in _MODULES:
         raise AttributeError(missing("sparkhvd.ray", name, __all__))
     try:
-        from sparkhvd.ray import executor, settings  # noqa: PLC0415 - Ray may be missing
+        module = import_module(f"sparkhvd.ray.{_MODULES[name]}")  # Ray may be missing
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != "ray":
             raise
         raise ModuleNotFoundError(not_installed(f"sparkhvd.ray.{name}", "ray"), name="ray") from error
-    return executor.RayExecutor if name == "RayExecutor" else settings.RaySettings
+    return getattr(module, name)

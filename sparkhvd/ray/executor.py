@@ -25,7 +25,8 @@ from sparkhvd.driver.run import launched
 from sparkhvd.driver.user_code.importable import importable_nowhere
 from sparkhvd.driver.user_code.payload import pickle_call
 from sparkhvd.errors import ConfigError, LaunchError, RankFailedError
-from sparkhvd.ray.settings import RaySettings, layout_of, names_of, settings_from
+from sparkhvd.ray.elastic import ElasticJobs, check_discovery, elastic_settings
+from sparkhvd.ray.settings import RaySettings, layout_of, names_of, rank_resources, settings_from
 from sparkhvd.task.log_files import LogFiles
 from sparkhvd.task.ray.commands import EXECUTE, LEAVE, RUN, run_commands
 
@@ -37,10 +38,16 @@ _POLL_SECONDS = 0.5
 # How long the job may take to end after the failure of a rank, and how long idle ranks may take to leave it.
 _FAILED_SECONDS = 20.0
 _LEAVE_SECONDS = 10.0
-_ELASTIC = frozenset(
-    {"min_workers", "max_workers", "reset_limit", "cooldown_range", "elastic_timeout", "override_discovery"}
+_OWN = (
+    "num_workers",
+    "num_hosts",
+    "num_workers_per_host",
+    "min_workers",
+    "max_workers",
+    "cpus_per_worker",
+    "use_gpu",
+    "gpus_per_worker",
 )
-_OWN = ("num_workers", "num_hosts", "num_workers_per_host", "cpus_per_worker", "use_gpu", "gpus_per_worker")
 
 
 class RayExecutor:
@@ -48,6 +55,9 @@ class RayExecutor:
 
     The process of a rank keeps its state between calls: imports, an initialized ``hvd``, and an object of
     ``executable_cls``. If a rank fails, all ranks end; call ``start`` again.
+
+    With ``min_workers`` or ``max_workers``, every call of ``run`` or ``execute`` is an elastic job with ranks of its
+    own, see ``sparkhvd.run_elastic``.
 
     Args:
         settings: the result of ``create_settings``, or an object with the same attributes; None means the defaults.
@@ -58,12 +68,19 @@ class RayExecutor:
         use_gpu: whether the ranks have GPUs.
         gpus_per_worker: the number of GPUs of each rank; None means 1.
         use_current_placement_group: whether the ranks run in the placement group of the calling Ray task, if it has
-            one. With ``num_hosts``, they always get a placement group of their own.
+            one. With ``num_hosts``, they always get a placement group of their own. Elastic jobs use none.
+        min_workers: the smallest number of ranks of an elastic job; None means 1 with ``max_workers``. Then
+            ``num_workers`` is the number of ranks that the job waits for at its start.
+        max_workers: the largest number of ranks of an elastic job; None means all slots of the Ray cluster.
+        reset_limit: the largest number of changes of the ranks of an elastic job.
+        cooldown_range: as in ``sparkhvd.run_elastic``.
+        elastic_timeout: as in ``sparkhvd.run_elastic``.
+        override_discovery: must be True: Ray's nodes provide the slots of elastic jobs.
         placement_group_timeout_s: replaces the value in ``settings``.
         stdout: destination of the ranks' stdout, as in ``sparkhvd.run``.
         stderr: the same for stderr.
         output_filename: a folder for the ranks' output, as in ``sparkhvd.run``.
-        **unknown: an error, which for Horovod's elastic arguments names the alternative.
+        **unknown: an error with the closest name.
 
     Raises:
         ConfigError: an argument has a value that cannot work, or arguments contradict each other.
@@ -85,6 +102,12 @@ class RayExecutor:
         use_gpu: bool = False,
         gpus_per_worker: float | None = None,
         use_current_placement_group: bool = True,
+        min_workers: int | None = None,
+        max_workers: int | None = None,
+        reset_limit: int | None = None,
+        cooldown_range: tuple[float, float] | None = None,
+        elastic_timeout: float | None = None,
+        override_discovery: bool = True,
         *,
         placement_group_timeout_s: float | None = None,
         stdout: TextIO | LogFiles | None = None,
@@ -93,13 +116,31 @@ class RayExecutor:
         **unknown: Never,
     ) -> None:
         for name in unknown:
-            if name in _ELASTIC:
-                raise ConfigError(f"{name} is for elastic jobs, which sparkhvd lacks on Ray. Use num_workers.")
             raise TypeError(f"RayExecutor() takes no argument {name!r}. {did_you_mean(name, _OWN, show=str)}".rstrip())
         own = settings_from(settings)
         if placement_group_timeout_s is not None:
             own = replace(own, placement_group_timeout_s=placement_group_timeout_s)
         self._settings = own
+        self._stack = ExitStack()
+        self._job: RayHandle | None = None
+        self._failure = ""
+        self._elastic: ElasticJobs | None = None
+        if min_workers is not None or max_workers is not None:
+            if num_hosts is not None or num_workers_per_host is not None:
+                raise ConfigError("num_hosts and num_workers_per_host have no effect with min_workers or max_workers.")
+            check_discovery(override_discovery)
+            self._elastic = ElasticJobs(
+                elastic_settings(own, min_workers, max_workers, reset_limit, cooldown_range, elastic_timeout),
+                rank_resources(cpus_per_worker, use_gpu, gpus_per_worker),
+                num_workers,
+                stdout=stdout,
+                stderr=stderr,
+                output_filename=output_filename,
+            )
+            return
+        for name, value in (("reset_limit", reset_limit), ("cooldown_range", cooldown_range)):
+            if value is not None:
+                raise ConfigError(f"{name} is for elastic jobs. Set min_workers or max_workers, too, or leave it out.")
         self._layout = layout_of(
             num_workers=num_workers,
             num_hosts=num_hosts,
@@ -117,9 +158,6 @@ class RayExecutor:
             stderr=stderr,
             output_filename=output_filename,
         )
-        self._stack = ExitStack()
-        self._job: RayHandle | None = None
-        self._failure = ""
 
     @classmethod
     def create_settings(  # noqa: PLR0917 - the order of the arguments is Horovod's
@@ -154,7 +192,7 @@ class RayExecutor:
         executable_kwargs: Mapping[str, Any] | None = None,
         extra_env_vars: Mapping[str, str | None] | None = None,
     ) -> None:
-        """Start the ranks, and wait until they are ready.
+        """Start the ranks, and wait until they are ready. The ranks of elastic jobs start with ``run``.
 
         Args:
             executable_cls: the class of the object that each rank creates once, for ``execute``.
@@ -168,6 +206,9 @@ class RayExecutor:
             RankFailedError: ``executable_cls`` raised.
             LaunchError: the ranks are already running, or could not be started.
         """
+        if self._elastic is not None:
+            self._elastic.start(executable_cls, executable_args, executable_kwargs, extra_env_vars)
+            return
         if self._job is not None:
             raise LaunchError("The ranks of this RayExecutor are already running. Call shutdown() before start().")
         job = launched(
@@ -198,6 +239,8 @@ class RayExecutor:
             RankFailedError: a rank failed, which ends all ranks.
             LaunchError: the ranks are not running, ``fn`` cannot be sent, or a result cannot be unpickled here.
         """
+        if self._elastic is not None:
+            return self._elastic.run(fn, args, kwargs)
         return self._results(self._send(RUN, fn, args, kwargs))
 
     @brief_errors
@@ -225,6 +268,8 @@ class RayExecutor:
             RankFailedError: a rank failed, which ends all ranks.
             LaunchError: the ranks are not running, ``fn`` cannot be sent, or a result cannot be unpickled here.
         """
+        if self._elastic is not None:
+            return self._elastic.execute(fn)
         return self._results(self._send(EXECUTE, fn))
 
     @brief_errors
@@ -236,6 +281,8 @@ class RayExecutor:
     def shutdown(self) -> None:
         """End the ranks. If a function is still running, it is ended after some seconds. Can be called again."""
         job, self._job = self._job, None
+        if self._elastic is not None:
+            self._elastic.end()
         with self._stack:
             if job is not None and not job.has_ended() and ray.is_initialized():
                 job.execute(LEAVE, range(self._layout.num_proc))
@@ -267,6 +314,8 @@ class RayExecutor:
         kwargs: Mapping[str, Any] | None = None,
         ranks: Sequence[int] | None = None,
     ) -> list[Any]:
+        if self._elastic is not None:
+            raise LaunchError("The ranks of an elastic job end with each call. Use run() or execute() instead.")
         if self._job is not None and self._job.has_ended():  # a rank failed while no call waited for a result
             self._fail(None)
         if self._job is None:

@@ -39,12 +39,12 @@ def settings_from(value: object) -> RaySettings:
     """Return the settings for the argument ``settings``: None, ``RaySettings``, or a settings object of Horovod.
 
     Raises:
-        ConfigError: the settings request elastic jobs, or have another type.
+        ConfigError: the settings are those of another executor, or have another type.
     """
     if isinstance(value, RaySettings):
         return value
     if getattr(value, "elastic", False):
-        raise ConfigError("settings.elastic is set, but sparkhvd has no elastic jobs on Ray. Use sparkhvd.run_elastic.")
+        raise ConfigError("settings.elastic is set. Pass these settings to ElasticRayExecutor, or set min_workers.")
     names = [name for name in RaySettings.__dataclass_fields__ if getattr(value, name, None) is not None]
     fields = {name: getattr(value, name) for name in names}
     if value is not None and not fields:
@@ -87,9 +87,9 @@ def layout_of(
         ConfigError: an argument has a value that cannot work, or arguments contradict each other.
     """
     counts = {"num_workers": num_workers, "num_hosts": num_hosts, "num_workers_per_host": num_workers_per_host}
-    for name, value in {**counts, "cpus_per_worker": cpus_per_worker}.items():
-        if value is not None and not is_count(value, 1):
-            raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}.")
+    for name, value in counts.items():
+        if value is not None:
+            _check_count(name, value)
     if (num_workers is None) == (num_hosts is None):
         raise ConfigError(
             f"Exactly one of num_workers and num_hosts must be set, got num_workers={num_workers} and "
@@ -99,23 +99,34 @@ def layout_of(
         raise ConfigError(
             f"num_workers_per_host={num_workers_per_host} requires num_hosts. Pass num_hosts instead of num_workers."
         )
-    resources = RankResources(int(cpus_per_worker), _gpus(use_gpu, gpus_per_worker))
+    resources = rank_resources(cpus_per_worker, use_gpu, gpus_per_worker)
     if num_workers is not None:
         return Layout(int(num_workers), None, resources)
     per_host = int(num_workers_per_host or 1)
     return Layout(int(num_hosts or 1) * per_host, per_host, resources)
 
 
-def _gpus(use_gpu: bool, gpus_per_worker: float | None) -> float:
-    if gpus_per_worker is None:
-        return 1.0 if use_gpu else 0.0
+def rank_resources(
+    cpus: int, use_gpu: bool, gpus: float | None, cpus_name: str = "cpus_per_worker", gpus_name: str = "gpus_per_worker"
+) -> RankResources:
+    """Return the resources of a rank for arguments of an executor, whose names are for messages.
+
+    Raises:
+        ConfigError: an argument has a value that cannot work, or arguments contradict each other.
+    """
+    _check_count(cpus_name, cpus)
+    if gpus is None:
+        return RankResources(int(cpus), 1.0 if use_gpu else 0.0)
     if not use_gpu:
-        raise ConfigError(f"gpus_per_worker={gpus_per_worker} requires use_gpu=True.")
-    if not isinstance(gpus_per_worker, int | float) or not (
-        0 < gpus_per_worker <= 1 or (gpus_per_worker > 0 and float(gpus_per_worker).is_integer())
-    ):
+        raise ConfigError(f"{gpus_name}={gpus} requires use_gpu=True.")
+    if not isinstance(gpus, int | float) or not (0 < gpus <= 1 or (gpus > 0 and float(gpus).is_integer())):
         raise ConfigError(
-            "gpus_per_worker must be a positive integer or a fraction between 0 and 1 (Ray accepts no other amounts), "
-            f"got {gpus_per_worker!r}."
+            f"{gpus_name} must be a positive integer or a fraction between 0 and 1 (Ray accepts no other amounts), "
+            f"got {gpus!r}."
         )
-    return float(gpus_per_worker)
+    return RankResources(int(cpus), float(gpus))
+
+
+def _check_count(name: str, value: object) -> None:
+    if not is_count(value, 1):
+        raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}.")

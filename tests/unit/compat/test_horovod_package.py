@@ -13,7 +13,7 @@ import keras
 import pytest
 
 from sparkhvd.cli.flags import parser
-from sparkhvd.errors import SlotsError
+from sparkhvd.errors import LaunchError, SlotsError
 from tests.scripts import results_of, run_script
 
 _ROOT = Path(__file__).parents[3]
@@ -395,12 +395,24 @@ def test_private_modules_that_programs_import_exist(horovod):
     assert (type(text), type(dumps_base64(1, False)), loads_base64(text)()) == (str, bytes, "loaded")
 
 
-def test_elastic_jobs_on_ray_are_refused(horovod):
+def test_elastic_jobs_on_ray_accept_the_settings_and_callbacks_of_horovod(horovod, monkeypatch):
     pytest.importorskip("ray")
     from horovod.ray import ElasticRayExecutor  # noqa: PLC0415
 
-    with pytest.raises(NotImplementedError, match="Use RayExecutor"):
-        ElasticRayExecutor.create_settings(verbose=True)
+    calls = []
+    monkeypatch.setattr("sparkhvd.ray.elastic.run_elastic", lambda *args, **options: calls.append((args, options)))
+    settings = ElasticRayExecutor.create_settings(2, 4, elastic_timeout=30, timeout_s=20, min_np=1, verbose=True)
+    executor = ElasticRayExecutor(settings, use_gpu=True, cpus_per_slot=2, env_vars={"MINE": "yes"})
+    with pytest.raises(LaunchError, match=r"has not been started\. Call start\(\) first"):
+        executor.run(print)
+    executor.start()
+    executor.run(print, callbacks=[print])
+    ((args, options),) = calls
+    assert args == (print, (), None)
+    sizes = {name: options[name] for name in ("num_proc", "min_num_proc", "max_num_proc", "start_timeout")}
+    assert sizes == {"num_proc": None, "min_num_proc": 1, "max_num_proc": 4, "start_timeout": 20}
+    assert (options["launcher"], options["env"]) == ("ray", {"MINE": "yes"})
+    assert (options["cpus_per_task"], options["gpus_per_task"]) == (2, 1.0)
 
 
 def compiled_network(lr):

@@ -10,7 +10,7 @@ pytest.importorskip("ray")
 
 import sparkhvd.ray
 from sparkhvd.driver.ray.cluster import RankResources
-from sparkhvd.errors import ConfigError
+from sparkhvd.errors import ConfigError, LaunchError
 from sparkhvd.ray import RayExecutor
 from sparkhvd.ray.settings import Layout, RaySettings, layout_of, settings_from
 
@@ -50,9 +50,18 @@ def test_the_arguments_of_an_executor_determine_its_ranks(arguments, layout):
         ({"num_workers": 1, "cpus_per_worker": 0.5}, r"cpus_per_worker must be an integer of at least 1, got 0\.5"),
         ({"num_workers": 1, "gpus_per_worker": 1}, "gpus_per_worker=1 requires use_gpu=True"),
         ({"num_workers": 1, "use_gpu": True, "gpus_per_worker": 1.5}, r"gpus_per_worker must be .*, got 1\.5"),
-        ({"num_workers": 1, "min_workers": 1}, "min_workers is for elastic jobs"),
+        ({"num_workers": 1, "reset_limit": 3}, "reset_limit is for elastic jobs. Set min_workers or max_workers"),
+        ({"num_hosts": 1, "min_workers": 1}, "num_hosts and num_workers_per_host have no effect with min_workers"),
+        (
+            {"min_workers": 1, "override_discovery": False},
+            "override_discovery=False is not supported",
+        ),
+        ({"max_workers": 2, "cpus_per_worker": 0}, "cpus_per_worker must be an integer of at least 1, got 0"),
         ({"num_workers": 1, "placement_group_timeout_s": 0}, "placement_group_timeout_s must be a positive number"),
-        ({"num_workers": 1, "settings": SimpleNamespace(elastic=True)}, "sparkhvd has no elastic jobs on Ray"),
+        (
+            {"num_workers": 1, "settings": SimpleNamespace(elastic=True)},
+            "Pass these settings to ElasticRayExecutor",
+        ),
         ({"num_workers": 1, "settings": 5}, r"settings=5 must come from RayExecutor\.create_settings"),
     ],
 )
@@ -80,7 +89,30 @@ def test_settings_for_ssh_have_no_effect(caplog):
 
 
 def test_names_that_are_missing_are_explained():
-    with pytest.raises(AttributeError, match="sparkhvd has no elastic jobs on Ray"):
-        sparkhvd.ray.ElasticRayExecutor  # noqa: B018
     with pytest.raises(AttributeError, match=r"has no attribute 'RayExecuter'\. Did you mean 'RayExecutor'"):
         sparkhvd.ray.RayExecuter  # noqa: B018
+
+
+def test_an_executor_with_min_workers_runs_elastic_jobs(monkeypatch):
+    calls = []
+
+    def run_elastic(fn, args, kwargs, **options):
+        calls.append(options)
+        return [fn(*args, **(kwargs or {}))]
+
+    monkeypatch.setattr("sparkhvd.ray.elastic.run_elastic", run_elastic)
+    executor = RayExecutor(RayExecutor.create_settings(30), min_workers=2, max_workers=4, reset_limit=5)
+    with pytest.raises(LaunchError, match=r"has not been started\. Call start\(\) first"):
+        executor.run(max, (1, 2))
+    executor.start(dict, executable_kwargs={"a": 1}, extra_env_vars={"MINE": "yes"})
+    assert executor.run(max, (1, 2)) == [2]
+    assert executor.execute(list) == [["a"]]
+    for call in (executor.run_remote, executor.execute_single):
+        with pytest.raises(LaunchError, match=r"ranks of an elastic job end with each call\. Use run\(\) or execute"):
+            call(list)
+    expected = {"min_num_proc": 2, "max_num_proc": 4, "num_proc": None, "reset_limit": 5, "start_timeout": 30}
+    assert {name: calls[0][name] for name in expected} == expected
+    assert (calls[0]["launcher"], calls[0]["env"], calls[0]["gpus_per_task"]) == ("ray", {"MINE": "yes"}, None)
+    executor.shutdown()
+    with pytest.raises(LaunchError, match="has not been started"):
+        executor.execute(list)

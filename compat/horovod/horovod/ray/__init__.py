@@ -1,9 +1,9 @@
-"""``RayExecutor``, without Horovod's elastic jobs on Ray."""
+"""``RayExecutor`` and ``ElasticRayExecutor``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Never
+from typing import Any
 
 from sparkhvd import ray as _ray
 
@@ -11,7 +11,7 @@ __all__ = ["ElasticRayExecutor", "RayExecutor"]
 
 
 class RayExecutor(_ray.RayExecutor):
-    """See ``sparkhvd.ray.RayExecutor``. ``callbacks`` have no effect, because only elastic jobs call them."""
+    """See ``sparkhvd.ray.RayExecutor``. ``callbacks`` have no effect."""
 
     def run(
         self,
@@ -32,16 +32,13 @@ class RayExecutor(_ray.RayExecutor):
         return super().execute(fn)
 
 
-class ElasticRayExecutor:
-    """Raises ``NotImplementedError``, because there are no elastic jobs on Ray."""
+class ElasticRayExecutor(_ray.ElasticRayExecutor):
+    """See ``sparkhvd.ray.ElasticRayExecutor``. ``callbacks`` have no effect."""
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        self.create_settings()
-
-    @staticmethod
-    def create_settings(*_: Any, **__: Any) -> Never:
-        """Raise ``NotImplementedError``."""
-        raise NotImplementedError(
-            "sparkhvd has no elastic jobs on Ray. Use RayExecutor with a constant number of workers, or start an "
-            "elastic job with sparkhvd.run_elastic()."
-        )
+    def run(
+        self,
+        worker_fn: Callable[[], Any],
+        callbacks: Sequence[Callable[..., Any]] | None = None,  # noqa: ARG002
+    ) -> list[Any]:
+        """Run ``worker_fn()`` in an elastic job, and return the results in rank order."""
+        return super().run(worker_fn)

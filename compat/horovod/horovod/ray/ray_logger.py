@@ -10,5 +10,5 @@ __all__ = ["log"]
 
 
 def log(info_dict: Mapping[str, Any]) -> None:  # noqa: ARG001
-    """Warn that nobody receives the values, as Horovod does in jobs that are not elastic."""
-    warnings.warn("ray_logger.log() has no effect: its receivers are the callbacks of elastic jobs.", stacklevel=2)
+    """Warn that nobody receives the values, because ``callbacks`` have no effect."""
+    warnings.warn("ray_logger.log() has no effect: sparkhvd does not call its receivers, the callbacks.", stacklevel=2)
