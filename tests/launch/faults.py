@@ -229,6 +229,15 @@ def _row(how: str, phase: str, launcher: str, error: type[BaseException] | None,
 
 
 FAULTS = _rows()
+# The tests of the ray launcher run these on their own cluster; losses of actors, nodes and the driver are there, too.
+RAY_FAULTS = [
+    *(
+        _row(how, PHASES[2], "ray", RankFailedError, rf"{_NAMED}{_SAID[how][0]}[^\n]* \({WHEN[PHASES[2]]}\)")
+        for how in ("raise", "exit", "kill")
+    ),
+    _row("hang", PHASES[2], "ray", *_HANGING[PHASES[2]]),
+    _row("driver interrupted", PHASES[2], "ray", KeyboardInterrupt, ""),
+]
 # No launcher asks for a fixed port, so this fault takes all ports; it runs where it disturbs no other process.
 PORT_FAULTS = [
     Fault("port taken", phase, launcher, *expected, always=launcher == "local")

@@ -10,13 +10,18 @@ import sys
 import tempfile
 import threading
 import time
+from itertools import groupby
 from pathlib import Path
 
 import psutil
 import pytest
 
 import sparkhvd
+from sparkhvd._util.background import in_background
+from sparkhvd.comm import session
 from sparkhvd.errors import LaunchError, RankFailedError, SlotsError, StartTimeoutError
+from tests.launch import elastic_training as training
+from tests.launch.faults import RAY_FAULTS, complaints, inject
 from tests.ports import free_port
 from tests.scripts import ROOT
 from tests.waiting import wait_for
@@ -85,6 +90,8 @@ def test_ranks_see_the_gpus_of_their_node_in_the_order_of_local_ranks():
 
 def stay(folder: str) -> None:
     child = subprocess.Popen(["sleep", "600"])  # Ray ends an actor and its children, but not this grandchild
+    if "SPARKHVD_RANK" not in os.environ:  # a rank of an elastic job has no number before
+        session.init()
     path = Path(folder, os.environ["SPARKHVD_RANK"])
     path.with_suffix(".new").write_text(f"{os.getppid()} {os.getpid()} {child.pid}")
     path.with_suffix(".new").rename(path)
@@ -306,6 +313,70 @@ def test_jobs_run_over_ray_client():
         )
     assert done.returncode == 0, done.stderr
     assert "Rank 1 on host " in done.stdout
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize("fault", RAY_FAULTS, ids=lambda fault: fault.name)
+def test_the_driver_reports_the_failure_of_a_rank_soon_and_leaves_nothing_behind(fault, tmp_path):
+    assert complaints(fault, inject(fault, tmp_path, None)) == []
+    wait_for(lambda: ray.available_resources().get("CPU") == 3.0)
+
+
+_DRIVER = """
+import ray, sparkhvd
+from tests.launch.test_ray import stay
+ray.init(address={address!r}, log_to_driver=False)
+sparkhvd.{call}(stay, ({folder!r},), num_proc=2, launcher="ray")
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("call", ["run", "run_elastic"])
+def test_a_job_whose_driver_is_killed_leaves_no_processes(call, cluster, tmp_path):
+    code = _DRIVER.format(address=cluster.address, call=call, folder=str(tmp_path))
+    driver = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
+    try:
+        pids = pids_in(tmp_path, 2)
+    finally:
+        driver.kill()
+        driver.wait()
+    assert_ended(pids)
+    wait_for(lambda: ray.available_resources().get("CPU") == 3.0)
+
+
+def sizes_of(folder: Path) -> list[int]:
+    """Return the sizes of the generations in which rank 0 has taken steps, in their order."""
+    lines = [line.split() for path in folder.glob("log-*") for line in path.read_text().splitlines()]
+    steps = sorted((float(line[4]), int(line[3])) for line in lines if line[0] == "step" and line[2] == "0")
+    return [size for size, _ in groupby(size for _, size in steps)]
+
+
+def pids_of(folder: Path) -> list[int]:
+    """Return the processes of the ranks that have taken steps."""
+    return [int(path.name.removeprefix("log-")) for path in folder.glob("log-*")]
+
+
+def test_an_elastic_job_survives_lost_actors_and_nodes_and_uses_new_nodes(cluster, tmp_path):
+    from sparkhvd.ray import RayExecutor  # noqa: PLC0415
+
+    def train() -> tuple[int, float, int, int, int, list[int]]:
+        return training.train(10, folder, {(5, 2, 3): "kill with host"}, (3, 4, 3))
+
+    folder = str(tmp_path)
+    settings = RayExecutor.create_settings(verbose=0)
+    executor = RayExecutor(settings, min_workers=3, cooldown_range=(0.5, 5))
+    executor.start()
+    job = in_background(lambda: executor.run(train), "job")
+    wait_for(lambda: len(pids_of(tmp_path)) == 4 and sizes_of(tmp_path) == [3], seconds=250.0)
+    node = cluster.add_node(num_cpus=1, object_store_memory=80 << 20)  # only the main thread can start nodes
+    wait_for(lambda: sizes_of(tmp_path) == [3, 4], seconds=250.0)
+    cluster.remove_node(node, allow_graceful=False)
+    results = job.result(250.0)
+    steps = results[0][0]
+    assert [result[:4] for result in results] == [(steps, steps * (steps + 1) / 2, rank, 3) for rank in range(3)]
+    wait_for(lambda: not any(map(training.lives, pids_of(tmp_path))))
+    wait_for(lambda: ray.available_resources().get("CPU") == 3.0)
 
 
 @pytest.mark.soak

@@ -110,16 +110,18 @@ class Gang:
         """End the ranks, then the actors, and release the resources."""
         if not ray.is_initialized():  # the user has shut Ray down, and so the actors; a call would start Ray again
             return
-        with contextlib.suppress(Exception):  # Ray itself may have ended, with its actors
-            ends = [actor.end.remote() for actor in self.actors]
-            if ends:
-                ray.wait(ends, num_returns=len(ends), timeout=_END_SECONDS)
-        for actor in self.actors:
-            with contextlib.suppress(Exception):
-                ray.kill(actor)
-        if self._group is not None and self._placement.group is None:
-            with contextlib.suppress(Exception):
-                remove_placement_group(self._group)
+        try:
+            with contextlib.suppress(Exception):  # Ray itself may have ended, with its actors
+                ends = [actor.end.remote() for actor in self.actors]
+                if ends:
+                    ray.wait(ends, num_returns=len(ends), timeout=_END_SECONDS)
+        finally:  # another Ctrl-C may interrupt the wait
+            for actor in self.actors:
+                with contextlib.suppress(Exception):
+                    ray.kill(actor)
+            if self._group is not None and self._placement.group is None:
+                with contextlib.suppress(Exception):
+                    remove_placement_group(self._group)
 
     def _check_group(self) -> None:
         resources, bundles = self._placement.resources, self._group.bundle_specs
