@@ -26,7 +26,7 @@ def execute(path: Path, folder: Path) -> nbformat.NotebookNode:
         nbclient.exceptions.CellExecutionError: a cell raised an error.
     """
     notebook = nbformat.read(path, as_version=4)
-    client = NotebookClient(notebook, timeout=150, kernel_name="python3", resources={"metadata": {"path": str(folder)}})
+    client = NotebookClient(notebook, timeout=400, kernel_name="python3", resources={"metadata": {"path": str(folder)}})
     asyncio.run(client.async_execute())  # also closes its event loop
     return notebook
 
