@@ -128,15 +128,17 @@ class TrainHooks(Protocol):
         An existing file with the same name is replaced.
         """
 
-    def before_update(self, epoch: int, sums: Mapping[str, tuple[float, int]]) -> None:
-        """Exchange the metrics of a step whose gradients are averaged, before the weights change; may be collective.
+    def before_update(self, epoch: int, sums: Mapping[str, tuple[float, int]] | None = None) -> None:
+        """Announce that the weights are about to change, after the gradients were averaged; may be collective.
 
-        A trainer that calls this hook in every step can let an elastic fit resume from the step before a failure, see
-        ``StepReport.prepare_recovery``.
+        A trainer must call this hook in every step if it sets ``StepReport.prepare_recovery`` and cannot notice all
+        changes.
 
         Args:
             epoch: the epoch, counted from 0.
-            sums: this rank's metrics of the epoch, including this step, as in ``StepReport.sums``.
+            sums: this rank's metrics of the epoch, including this step, as in ``StepReport.sums``; None if they are
+                complete only after the update. If they are passed, the ranks exchange them here. Then the loss of a
+                rank after the update does not cost the step.
         """
 
     def on_step_end(self, report: StepReport, trainer: Trainer) -> None:

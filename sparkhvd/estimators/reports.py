@@ -92,10 +92,6 @@ def _no_state() -> bytes:
     return b""
 
 
-def _no_recovery() -> Callable[[], bytes | None]:
-    return lambda: None
-
-
 @dataclass(frozen=True)
 class StepReport:
     """A trainer's report after a training step.
@@ -117,8 +113,9 @@ class StepReport:
             from ``TrainHooks.metrics``; empty without such metrics.
         wants_end: whether this rank requests the end of the training after this epoch. A run that resumes within the
             epoch keeps the request, because the callback may not repeat it.
-        prepare_recovery: called at the end of this step. Returns a function that returns the trainer's state at this
-            moment after a later step has failed; None if the trainer no longer has this state.
+        prepare_recovery: called at the end of the step. Returns a function that returns the trainer's state at this
+            moment after a later step has failed, or None if the trainer no longer has this state. None if the trainer
+            never has it.
     """
 
     epoch: int
@@ -131,4 +128,4 @@ class StepReport:
     synchronize: Callable[[], None] = _do_nothing
     metrics: Callable[[], bytes] = _no_state
     wants_end: bool = False
-    prepare_recovery: Callable[[], Callable[[], bytes | None]] = _no_recovery
+    prepare_recovery: Callable[[], Callable[[], bytes | None]] | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -70,17 +70,19 @@ class EpochBeginCallback(keras.callbacks.Callback):  # type: ignore[misc]  # ker
         statistics: LayerStatistics,
         current: CurrentBatch,
         graph_flags: GraphFlags,
-        earlier_metrics: Sequence[bytes],
-        rank_state: bytes | None,
+        hooks: TrainHooks,
     ) -> None:
         super().__init__()
-        self._earlier_metrics = earlier_metrics  # the metric states from before the interruption, for a resumed epoch
+        world = session.current().world
+        # The metric states from before the interruption, for a resumed epoch.
+        self._earlier_metrics = hooks.metrics[world.rank :: world.size]
+        self._before_update = hooks.before_update
         self._statistics = statistics
         self._current = current
         self.graph_flags = graph_flags
         self._equal_rows = 0  # this rank's rows in the epoch at the last synchronization of the statistics
         self._own_statistics: _OwnStatistics | None = None  # while the model has those of all ranks within an epoch
-        self._rank_state = rank_state  # of a run that resumes within an epoch, until its first batch
+        self._rank_state = hooks.rank_state  # of a run that resumes within an epoch, until its first batch
         self._seeds = seeds
         self.batches_before = 0  # batches of the epoch that the interrupted run trained
         self.metrics = EpochMetrics()
@@ -119,6 +121,7 @@ class EpochBeginCallback(keras.callbacks.Callback):  # type: ignore[misc]  # ker
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:  # noqa: ARG002
         batch -= self.batches_before
+        self._before_update(self.data.epoch)  # a failure in the step itself precedes the update, see can_keep_state
         self.graph_flags.end_batch()
         self._current.end()
         self._restore_variables(batch, self.data)
@@ -234,8 +237,16 @@ class EqualizeStatisticsCallback(keras.callbacks.Callback):  # type: ignore[misc
 class EpochEndCallback(keras.callbacks.Callback):  # type: ignore[misc]
     """Runs after the user's callbacks, so that the checkpoint contains their changes."""
 
-    def __init__(self, begin: EpochBeginCallback, data: BatchDataset, hooks: TrainHooks, trainer: Trainer) -> None:
+    def __init__(
+        self,
+        begin: EpochBeginCallback,
+        data: BatchDataset,
+        hooks: TrainHooks,
+        trainer: Trainer,
+        prepare_recovery: Callable[[], Callable[[], bytes | None]] | None,
+    ) -> None:
         super().__init__()
+        self._prepare_recovery = prepare_recovery
         self._logs: dict[str, float] = {}  # the logs of this rank's last step with rows in the epoch
         self._wants_end = False
         self.ended = False
@@ -286,6 +297,7 @@ class EpochEndCallback(keras.callbacks.Callback):  # type: ignore[misc]
             synchronize=lambda: self._begin.equalize_until_taken(batch),
             metrics=metrics,
             wants_end=self._wants_end,
+            prepare_recovery=self._prepare_recovery,
         )
         self._hooks.on_step_end(report, self._trainer)
 

@@ -45,7 +45,7 @@ class LayerStatistics:
         sums: Iterable[keras.Variable | None] = (),
     ) -> None:
         self.buffers = buffers
-        layers = model._flatten_layers()  # noqa: SLF001  (no public way to list nested layers)
+        self._layers = layers = model._flatten_layers()  # noqa: SLF001  (no public way to list nested layers)
         # The weights of a frozen layer are non-trainable, too, but equal on all ranks.
         weights = [weight for layer in layers for weight in layer._trainable_variables]  # noqa: SLF001
         excluded = {id(variable) for variable in (*weights, *own)}
@@ -65,6 +65,14 @@ class LayerStatistics:
         self._average(self._sums, 1, f"{name}, sums of gradients")
         self._average(self._floats, rows, name)
         self.buffers.equalize(rows, f"{name}, buffers")
+
+    def exist(self) -> bool:
+        """Return whether a step may change any of them; those of ``Normalization`` change only when it is adapted."""
+        fixed = {
+            id(v) for layer in self._layers if isinstance(layer, keras.layers.Normalization) for v in layer.variables
+        }
+        changing = [variable for variable in self._variables().values() if id(variable) not in fixed]
+        return bool(changing or self.buffers.values())
 
     def own_values(self) -> Arrays:
         """Return copies of this rank's values, by names that are the same in all processes."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
@@ -33,6 +34,7 @@ from sparkhvd.estimators.keras.epoch_callbacks import (
     EqualizeStatisticsCallback,
 )
 from sparkhvd.estimators.keras.graph_flags import GraphFlags
+from sparkhvd.estimators.keras.kept_state import can_keep_state, version_of
 from sparkhvd.estimators.keras.metrics import create_metrics_before_training
 from sparkhvd.estimators.keras.module_buffers import ModuleBuffers
 from sparkhvd.estimators.keras.randomness import RandomStates
@@ -46,6 +48,7 @@ from sparkhvd.estimators.keras.serialization.package import (
 from sparkhvd.estimators.keras.serialization.saving import CheckpointFilesCallback
 from sparkhvd.estimators.keras.statistics import LayerStatistics
 from sparkhvd.estimators.plugin import TrainHooks, TrainSpec
+from sparkhvd.estimators.training.commits import until_change
 from sparkhvd.keras.optimizer import DistributedOptimizer, ExchangingOptimizer
 from sparkhvd.keras.variables import broadcast_variables, refresh_constants
 from sparkhvd.world import World
@@ -95,6 +98,31 @@ class KerasTrainer:
 
     def state(self) -> bytes:
         """Return the values of the model's variables and buffers, and the states of optimizers and callbacks."""
+        return arrays_to_bytes(self._arrays())
+
+    def _keep_state(self, seeds: Sequence[keras.Variable]) -> Callable[[], bytes | None]:
+        """Return a function that returns the current state until a step changes the weights, then None.
+
+        The function returns single numbers of the optimizers as they are now, such as the learning rate: a callback or
+        TensorFlow's graph may change them before the gradients are exchanged.
+        """
+        optimizers = {"optimizer": self._model.optimizer, **self._additional_optimizers()}
+        variables = {
+            f"{name}.{i}": v for name, optimizer in optimizers.items() for i, v in enumerate(optimizer.variables)
+        }
+        numbers = {name: value_of(v) for name, v in variables.items() if math.prod(v.shape) == 1}
+        others = [variable for name, variable in variables.items() if name not in numbers]
+        seed_ids = set(map(id, seeds))
+        weights = [variable for variable in self._model.variables if id(variable) not in seed_ids]
+        version = partial(version_of, self._model, [*weights, *others])
+
+        def state() -> bytes:
+            arrays = self._arrays()
+            return arrays_to_bytes(arrays | {name: value for name, value in numbers.items() if name in arrays})
+
+        return until_change(version, state)
+
+    def _arrays(self) -> dict[str, npt.NDArray[np.generic]]:
         arrays = {f"model.{i}": value_of(v) for i, v in enumerate(self._model.variables)}
         arrays |= {f"optimizer.{i}": value_of(v) for i, v in enumerate(self._model.optimizer.variables)}
         arrays |= {f"buffer.{name}": values for name, values in self._buffers.values().items()}
@@ -110,15 +138,13 @@ class KerasTrainer:
         arrays |= _flag_arrays("trained", Omissions.of_training(self._model))
         if self._graph_flags.traced is not None:
             arrays |= _flag_arrays("traced", self._graph_flags.traced)
-        return arrays_to_bytes(
-            {
-                **arrays,
-                "lr_scale": np.array(self._lr_scale),
-                "swapped": swapped,
-                "ended": np.array(self._ended),
-                "optimizer names": names,
-            }
-        )
+        return {
+            **arrays,
+            "lr_scale": np.array(self._lr_scale),
+            "swapped": swapped,
+            "ended": np.array(self._ended),
+            "optimizer names": names,
+        }
 
     @_on_own_device
     def restore(self, state: bytes) -> None:
@@ -194,18 +220,11 @@ class KerasTrainer:
         seeds = RandomStates(self._model, self._spec, session.current().world.rank, hooks)
         sums = getattr(optimizer, "_accumulated_gradients", ())  # exists if gradient_accumulation_steps is set
         checkpoint_callback = self._package.checkpoint_callback
-        begin = EpochBeginCallback(
-            data,
-            validation,
-            sync_layers,
-            seeds,
-            LayerStatistics(self._model, seeds.variables, self._buffers, sums),
-            current,
-            self._graph_flags,
-            hooks.metrics[session.current().world.rank :: session.current().world.size],
-            hooks.rank_state,
-        )
-        end = EpochEndCallback(begin, data, hooks, self)
+        statistics = LayerStatistics(self._model, seeds.variables, self._buffers, sums)
+        begin = EpochBeginCallback(data, validation, sync_layers, seeds, statistics, current, self._graph_flags, hooks)
+        can_keep = self._spec.elastic and can_keep_state(self._model, statistics, self._package.callbacks)
+        keep = partial(self._keep_state, seeds.variables) if can_keep else None
+        end = EpochEndCallback(begin, data, hooks, self, keep)
         saving = self._file_saving_callback(hooks)
         own = () if saving is None else saving.callbacks
         if checkpoint_callback is not None and checkpoint_callback.save_freq != "epoch":

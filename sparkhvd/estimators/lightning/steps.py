@@ -117,6 +117,7 @@ class EstimatorSteps:
     is_global_zero: bool
     reduce_boolean_decision: Callable[..., bool]
     precision_plugin: Precision
+    checkpoint_io: Any
     saves_alone = False
     ended = False
     resumable = False
@@ -127,6 +128,8 @@ class EstimatorSteps:
     _validates_every: float | None = None
     _weight_of_logged: float | None = None  # the weight of the value that a step is logging
     _renormalization: Renormalization | None = None
+    before_update: Callable[[int], None]  # called with the epoch
+    kept_progress: Mapping[str, Any] | None = None  # of Lightning's loops, to save instead of their current progress
 
     def setup(self, trainer: Trainer) -> None:
         """Start to track embeddings with ``max_norm``; the module's own setup has already run."""
@@ -222,6 +225,10 @@ class EstimatorSteps:
         callbacks: Sequence[object] = self.lightning_module.trainer.callbacks  # type: ignore[attr-defined]
         return kept_modules(callbacks, (self.lightning_module, self.losses))
 
+    def modules_and_kept(self) -> torch.nn.ModuleList:
+        """Return all modules that this rank trains or that callbacks keep."""
+        return torch.nn.ModuleList([self.lightning_module, self.losses, *self._copies().values()])
+
     def synchronize_copies(self) -> dict[str, torch.Tensor]:
         """Synchronize the buffers of modules that callbacks keep, such as moving averages; collective.
 
@@ -316,10 +323,15 @@ class EstimatorSteps:
 
     def save_checkpoint(self, checkpoint: Mapping[str, object], *rest: object, **named: object) -> None:
         """Omit hyperparameters if runs resume from the checkpoint: they may have any type, and the module has them."""
+        if self.kept_progress is not None:
+            checkpoint = {**checkpoint, "loops": {**checkpoint["loops"], "fit_loop": self.kept_progress}}  # type: ignore[dict-item]
         if self.resumable:
             saved = {name: part for name, part in checkpoint.items() if not _HYPERPARAMETER_KEYS.search(name)}
             checkpoint = {name: plain_numbers(part) for name, part in saved.items()}
-        super().save_checkpoint(checkpoint, *rest, **named)  # type: ignore[misc]
+        if self.saves_alone:  # perhaps not on rank 0, after a loss
+            self.checkpoint_io.save_checkpoint(checkpoint, *rest, **named)
+        else:
+            super().save_checkpoint(checkpoint, *rest, **named)  # type: ignore[misc]
 
     def backward(self, closure_loss: torch.Tensor, *rest: object, **named: object) -> torch.Tensor:
         """Record a NaN or infinite loss of manual optimization; see ``Feed.loss``."""
@@ -332,6 +344,7 @@ class EstimatorSteps:
     def _run_closure(self, closure: Callable[[], Any]) -> Any:
         result = super()._run_closure(closure)  # type: ignore[misc]
         self._renormalize()
+        self.before_update(int(self.lightning_module.trainer.current_epoch))
         return result
 
     def _renormalize(self) -> None:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sparkhvd.comm import objects, session
+from sparkhvd.comm.connect.membership import LOST_CONNECTIONS
 from sparkhvd.config import scratch_folder
 from sparkhvd.data.read.batches import BatchSource
 from sparkhvd.errors import ParamError
@@ -27,6 +28,7 @@ from sparkhvd.estimators.lightning.batches import BatchFormat, Columns, Lightnin
 from sparkhvd.estimators.lightning.checkpoint import best_model
 from sparkhvd.estimators.lightning.checkpoint.epoch_values import EpochValues
 from sparkhvd.estimators.lightning.checkpoint.mid_epoch_resume import (
+    can_keep_state,
     ends_by_steps,
     reload_batches,
     resume_after_batch,
@@ -50,9 +52,11 @@ from sparkhvd.estimators.torch.checkpoint.optimizer_groups import load_with_grou
 from sparkhvd.estimators.torch.checkpoint.pruning import pruning_masks
 from sparkhvd.estimators.torch.checkpoint.rank_state import own_buffers, rank_state, restore_random, seed_generators
 from sparkhvd.estimators.torch.checkpoint.safe_state import refuse_unsafe
+from sparkhvd.estimators.torch.checkpoint.versions import has_only_parameters, versions
 from sparkhvd.estimators.torch.inputs import model_dtype
 from sparkhvd.estimators.torch.losses.divisors import loss_divisors
 from sparkhvd.estimators.torch.serialization import artifact
+from sparkhvd.estimators.training.commits import until_change
 from sparkhvd.estimators.training.user_errors import describe_error
 from sparkhvd.lightning import strategy_class
 from sparkhvd.lightning.flavour import import_lightning
@@ -184,7 +188,7 @@ class LightningTrainer:
         strategy = strategy_type(
             **({} if self._package.compression is None else {"compression": self._package.compression})
         )
-        strategy.feed, strategy.losses = feed, self._package.losses
+        strategy.feed, strategy.losses, strategy.before_update = feed, self._package.losses, hooks.before_update
         owners = {"model": self._module, "losses": self._package.losses}
         strategy.attributes = ChangedAttributes(owners, vars(self._lightning.LightningModule()))
         strategy.call = self._lightning.trainer.call
@@ -202,6 +206,7 @@ class LightningTrainer:
             strategy.lr_scale,
             finder=self._lightning.callbacks.LearningRateFinder,
             resume_setting=resume_setting,
+            is_elastic=self._spec.elastic,
         )
         is_finished = hooks.first_epoch >= self._spec.epochs  # perhaps early, with fewer epochs in Lightning's count
         run_callback.is_over = is_finished and len(hooks.history) != self._spec.epochs
@@ -356,6 +361,7 @@ class RunCallback:
         *,
         finder: type,
         resume_setting: str = "",
+        is_elastic: bool = False,
     ) -> None:
         super().__init__()
         self._owner = owner
@@ -376,6 +382,10 @@ class RunCallback:
         self._batches = 0  # completed batches of the current epoch; 0 at its end
         self._optimizer_steps = 0  # optimizer steps at the end of the last batch
         self._last_batch_ended = 0.0
+        self._is_elastic = is_elastic
+        self._can_keep_state = False  # see _keep_state
+        self._kept: Callable[[], bytes | None] | None = None  # see _keep_state
+        self._kept_values: State = {}  # while a kept state is saved, its values of this callback's state
 
     @property
     def state_key(self) -> str:
@@ -406,6 +416,7 @@ class RunCallback:
             "will_stop": self._trainer.should_stop and not _is_stopped(self._trainer),
             "validation": self._last_validation(),
             "attributes": strategy_of(self._trainer).attributes.state(),
+            **self._kept_values,
         }
 
     def _last_validation(self) -> State | None:
@@ -450,6 +461,7 @@ class RunCallback:
                 "resume. Define __len__; a wrapper returns the len() of the loader that is passed to data_module."
             )
         self._optimizer_steps = int(trainer.global_step)
+        self._can_keep_state = self._is_elastic and can_keep_state(trainer, strategy_of(trainer).modules_and_kept())
         if self.batches_left is not None:  # not earlier: learning rate schedules are made for whole epochs
             self._feed.train.batches_left, self.batches_left = self.batches_left, None
             reload_batches(trainer)
@@ -522,9 +534,38 @@ class RunCallback:
             and not self._ends_at_this_batch(),
             synchronize=strategy.synchronize_state_within_epoch,
             metrics=lambda: feed.values.state(trainer, feed.sums.get("validation", (0.0, 0))),
+            prepare_recovery=self._keep_state if self._can_keep_state else None,
         )
         self._hooks.on_step_end(report, self._owner)
         strategy.take_own_buffers()
+
+    def _keep_state(self) -> Callable[[], bytes | None]:
+        """Return a function that returns the state after this batch until the weights change, then None.
+
+        Lightning counts the next batch when it begins, so its counters are kept here.
+        """
+        trainer, strategy = self._trainer, strategy_of(self._trainer)
+        modules = strategy.modules_and_kept()
+        progress = trainer.fit_loop.state_dict()
+        values = {"metrics": _numbers(trainer.callback_metrics), "batches": self._batches}
+
+        def state() -> bytes | None:
+            if strategy.attributes.have_changed() or not has_only_parameters(modules):
+                return None
+            strategy.kept_progress, self._kept_values = progress, values
+            try:
+                return self._owner.state()
+            finally:
+                strategy.kept_progress, self._kept_values = None, {}
+
+        self._kept = until_change(lambda: versions(modules), state)
+        return lambda: None if self._kept is None else self._kept()
+
+    def on_exception(self, trainer: Trainer, module: LightningModule, exception: BaseException) -> None:  # noqa: ARG002
+        """Make the state of the last complete step after the loss of a rank; Lightning then deletes what it needs."""
+        if self._kept is not None and isinstance(exception, LOST_CONNECTIONS):
+            state = self._kept()
+            self._kept = lambda: state
 
     def _ends_at_this_batch(self) -> bool:
         """Return whether the training ends at this batch. A run that resumed here would train the rest of the epoch."""

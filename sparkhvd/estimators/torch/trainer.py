@@ -27,6 +27,7 @@ from sparkhvd.estimators.torch.checkpoint.optimizer_groups import load_with_grou
 from sparkhvd.estimators.torch.checkpoint.pruning import prune_only, pruning_masks
 from sparkhvd.estimators.torch.checkpoint.rank_state import own_buffers, rank_state, restore_random, seed_generators
 from sparkhvd.estimators.torch.checkpoint.safe_state import is_loadable, plain_numbers
+from sparkhvd.estimators.torch.checkpoint.versions import has_only_parameters, versions
 from sparkhvd.estimators.torch.inputs import plan_inputs
 from sparkhvd.estimators.torch.kept_modules import common_modules, kept_modules, of_existing_modules
 from sparkhvd.estimators.torch.losses.divisors import loss_divisors
@@ -36,6 +37,7 @@ from sparkhvd.estimators.torch.schedule import RATES, RunningSchedule
 from sparkhvd.estimators.torch.serialization import artifact
 from sparkhvd.estimators.torch.serialization.package import Package
 from sparkhvd.estimators.torch.steps import Forward, Stepper
+from sparkhvd.estimators.training.commits import until_change
 from sparkhvd.torch.buffers import non_persistent_buffers, synchronize_buffers, take_buffers, take_new_buffers
 from sparkhvd.torch.optimizer.exchange import own_attributes
 from sparkhvd.torch.states import load_optimizer_state
@@ -237,6 +239,7 @@ class TorchTrainer:
         step = hooks.first_step if first else 0
         steps = (hooks.first_epoch_batches if first else None) or source.steps()
         optimizer: Any = run.optimizer
+        can_keep_state = self._can_keep_state()
         watch.lap("other")
         with closing(_closable(source.epoch(epoch, step))) as batches:
             while group := _next_batches(batches, self._spec.backward_passes_per_step):
@@ -265,33 +268,27 @@ class TorchTrainer:
                     synchronize=self._synchronize_within_epoch,
                     metrics=measures.state,
                     wants_end=run.stop,
-                    prepare_recovery=self._unchanged_state,
+                    prepare_recovery=self._keep_state if can_keep_state else None,
                 )
                 hooks.on_step_end(report, self)
                 self._take_own_buffers()
                 watch.lap("compute")
         return measures
 
-    def _unchanged_state(self) -> Callable[[], bytes | None]:
-        """Return a function that returns the current state until an update or a forward pass changes it, then None.
+    def _can_keep_state(self) -> bool:
+        """Return whether this rank has the whole state of a step, see ``has_only_parameters``."""
+        is_own = self._package.stepping.minibatch_fn is not None or self._package.objective.stateful()
+        return self._spec.elastic and not is_own and has_only_parameters(self._modules_and_kept())
 
-        Buffers, extra states and torchmetrics change in every forward pass, and lost ranks have a part of them.
-        """
-        if not self._spec.elastic or self._package.objective.stateful():
-            return lambda: None
+    def _keep_state(self) -> Callable[[], bytes | None]:
+        """Return a function that returns the current state until an update or a forward pass changes it, then None."""
         modules = self._modules_and_kept()
 
-        def versions() -> list[int]:
-            return [parameter._version for parameter in modules.parameters()]  # noqa: SLF001 - PyTorch documents it
+        def state() -> bytes | None:
+            is_partial = self._attributes.have_changed() or not has_only_parameters(modules)
+            return None if is_partial else self.state()
 
-        current, sums = versions(), _sums(modules)
-
-        def unchanged() -> bytes | None:
-            # A change through ``Tensor.data`` has no version. The sums show such changes of whole tensors.
-            is_changed = versions() != current or _sums(modules) != sums or self._attributes.have_changed()
-            return None if is_changed or not _has_only_parameters(modules) else self.state()
-
-        return unchanged
+        return until_change(lambda: versions(modules), state)
 
     def _modules(self) -> torch.nn.ModuleList:
         """Return all modules that this rank trains: a loss may have buffers, too, such as running means."""
@@ -402,20 +399,6 @@ def _closable(batches: Iterator[Batch]) -> Generator[Batch]:
 
 def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
-
-
-def _has_only_parameters(module: torch.nn.Module) -> bool:
-    """Return whether a module has neither buffers nor extra states."""
-    saved = module.state_dict(keep_vars=True).values()
-    return next(module.buffers(), None) is None and all(isinstance(part, torch.nn.Parameter) for part in saved)
-
-
-def _sums(module: torch.nn.Module) -> list[torch.Tensor]:
-    """Return the sums of the parameters; a GPU computes them until they are compared."""
-    values = [parameter.detach() for parameter in module.parameters()]
-    # In half precision, most sums would be infinite or too coarse.
-    is_half = [value.is_floating_point() and value.element_size() < 4 for value in values]
-    return [(value.float() if half else value).sum() for value, half in zip(values, is_half, strict=True)]
 
 
 def _module_state(module: torch.nn.Module) -> dict[str, Any]:

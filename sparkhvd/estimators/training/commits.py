@@ -4,8 +4,10 @@ Rank 0 makes a commit and sends it to all ranks, so any survivor can continue fr
 commits is chosen so that commits take about ``_TARGET_TIME_SHARE`` of the training time.
 
 A survivor whose weights are still those at the end of its last step makes a checkpoint of them instead of returning to
-the last commit. This needs the metrics of all ranks at that step, because those of a lost rank are lost with it. So the
-ranks exchange them in every step, unless the steps are too short for that.
+the last commit (``until_change``). This needs the metrics of all ranks at that step, because those of a lost rank are
+lost with it. So the ranks exchange them in every step, unless the steps are too short for that. PyTorch exchanges them
+before the update. Keras and Lightning have them only after the update: if a rank is lost in between, its metrics of the
+step are lost, and the survivors return to the last commit.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ from sparkhvd.errors import ParamError
 from sparkhvd.estimators.training.checkpoint import Checkpoint
 
 _TARGET_TIME_SHARE = 0.02
-# The time for which ranks exchange their metrics, between hosts.
-_EXCHANGE_SECONDS = 2e-4
+# The time for which ranks exchange their metrics, between hosts: sums, or also states of metrics as bytes.
+_SUMS_SECONDS, _STATES_SECONDS = 2e-4, 1e-3
 
 
 class Commits(State):
@@ -31,6 +33,8 @@ class Commits(State):
     Attributes:
         checkpoint: the last commit; None before the first.
         exchanges_metrics: whether the ranks exchange their metrics in every step, for ``complete_step``.
+        can_recover: whether this rank's trainer can have its last complete step after a failure. Rank 0's counts.
+        exchanges_states: whether the exchange includes states of metrics.
         requested_end: the epoch in which this rank had requested the end of the training before the last change.
     """
 
@@ -40,6 +44,7 @@ class Commits(State):
         self._cost = 0.0  # seconds that the last commit took
         self._interval = 1  # the steps from one commit to the next
         self.exchanges_metrics = False
+        self.can_recover, self.exchanges_states = False, True
         self.requested_end: int | None = None
         self.reset()
 
@@ -123,4 +128,17 @@ class Commits(State):
         step_seconds = max((started - self._since) / max(self._steps, 1), 1e-6)
         cost = self._cost or time.monotonic() - started
         interval = max(1, math.ceil(cost / _TARGET_TIME_SHARE / step_seconds))
-        return interval, interval > 1 and _TARGET_TIME_SHARE * step_seconds > _EXCHANGE_SECONDS
+        exchange_seconds = _STATES_SECONDS if self.exchanges_states else _SUMS_SECONDS
+        is_cheap = _TARGET_TIME_SHARE * step_seconds > exchange_seconds
+        return interval, self.can_recover and interval > 1 and is_cheap
+
+
+def until_change(version: Callable[[], object], state: Callable[[], bytes | None]) -> Callable[[], bytes | None]:
+    """Return a function that returns ``state()`` while ``version()`` is the same as now, and None afterwards.
+
+    Args:
+        version: returns a value that differs if the weights have changed since.
+        state: returns the state of a trainer; None if other parts of it may have changed.
+    """
+    kept = version()
+    return lambda: state() if version() == kept else None

@@ -6,7 +6,7 @@ import hashlib
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -84,9 +84,8 @@ class RunHooks:
         self._end_digest: bytes | None = None  # digest of the last checkpoint's state, after the last epoch
         # In the current epoch, the last reported step and the last step that allowed a checkpoint.
         self._last_step = self._last_allowed = self.resume.first_step
-        self._step_sums: dict[str, tuple[float, float]] | None = None  # the totals at the step whose update has begun
+        self._exchanged: _StepMetrics | None = None  # of the step whose update has begun
         self._wants_end = False  # whether this rank had requested the end of the training at the last step
-        self._others_want_end = False  # whether any rank had, when the ranks last exchanged their metrics
         self._best: tuple[int, bytes] | None = None  # epoch and state, without a Store, on rank 0
         self._warned = False
         if communicator.world.rank == 0:
@@ -140,15 +139,16 @@ class RunHooks:
         rule = self._spec.early_stopping
         return rule is not None and bool(self.history) and rule.ends(self.history)
 
-    def before_update(self, epoch: int, sums: Mapping[str, tuple[float, int]]) -> None:
+    def before_update(self, epoch: int, sums: Mapping[str, tuple[float, int]] | None = None) -> None:
         """See ``TrainHooks``."""
-        if self._commits is not None and self._commits.exchanges_metrics:
+        if self._commits is None:
+            return
+        self._commits.exchanges_states = sums is None
+        if sums is not None and self._commits.exchanges_metrics:
             local = {**sums, _REQUESTS: (float(self._wants_end), 0.0)}
             totals = _totals(local, self.resume.earlier_sums(epoch), self._communicator, "sums of a step")
-            self._others_want_end = totals.pop(_REQUESTS)[0] > 0
-            self._step_sums = totals
-        if self._commits is not None:
-            self._commits.begin_update()
+            self._exchanged = _StepMetrics(totals, wants_end=totals.pop(_REQUESTS)[0] > 0)
+        self._commits.begin_update()
 
     def on_step_end(self, report: StepReport, trainer: Trainer) -> None:
         """See ``TrainHooks``."""
@@ -171,18 +171,33 @@ class RunHooks:
             self._save_within(report, trainer, to_store=saves)
 
     def _complete_step(self, report: StepReport) -> None:
-        """Prepare to resume from this step if a later one fails."""
-        sums, self._step_sums = self._step_sums, None
-        if self._commits is not None and sums is not None and report.step < report.steps:
-            recover = report.prepare_recovery()
-            self._commits.complete_step(partial(self._recovered, self._commits, report, sums, recover))
+        """Prepare to resume from this step if a later one fails; may be collective."""
+        metrics, self._exchanged = self._exchanged, None
+        commits = self._commits
+        if commits is None:
+            return
+        commits.can_recover = report.prepare_recovery is not None
+        if not commits.exchanges_metrics or report.step >= report.steps:
+            return
+        if metrics is None:
+            metrics = self._exchange_metrics(report)
+        if report.prepare_recovery is not None:
+            commits.complete_step(partial(self._recovered, commits, report, metrics, report.prepare_recovery()))
+
+    def _exchange_metrics(self, report: StepReport) -> _StepMetrics:
+        """Return the metrics of all ranks at this step; collective."""
+        own = (dict(report.sums()), report.metrics(), report.wants_end)
+        ranks = objects.allgather_object(self._communicator, own, name="metrics of a step")
+        totals = dict(self.resume.earlier_sums(report.epoch))
+        for sums, _, _ in ranks:
+            for name, (total, rows) in sums.items():
+                before = totals.get(name, (0.0, 0.0))
+                totals[name] = (before[0] + float(total), before[1] + float(rows))
+        wants_end = any(wants_end for _, _, wants_end in ranks)
+        return _StepMetrics(totals, tuple(state for _, state, _ in ranks if state), wants_end)
 
     def _recovered(
-        self,
-        commits: Commits,
-        report: StepReport,
-        sums: Mapping[str, tuple[float, float]],
-        recover: Callable[[], bytes | None],
+        self, commits: Commits, report: StepReport, metrics: _StepMetrics, recover: Callable[[], bytes | None]
     ) -> Checkpoint | None:
         """Return a checkpoint of a step that this rank has completed, after a later step has failed."""
         state = recover()
@@ -193,8 +208,9 @@ class RunHooks:
         last = commits.checkpoint
         committed = None if last is None or last.epoch != report.epoch else last.within
         # The rank that has requested the end may be the lost one.
-        wanted_end = self._others_want_end or (committed is not None and committed.wants_end)
-        within = self._position(report, sums, wants_end=report.wants_end or wanted_end)
+        wanted_end = metrics.wants_end or (committed is not None and committed.wants_end)
+        wants_end = report.wants_end or wanted_end
+        within = self._position(report, metrics.sums, metrics=metrics.states, wants_end=wants_end)
         logger.info("run %s continues from epoch %d, step %d", self._run_id, report.epoch + 1, report.step)
         return self._checkpoint(report.epoch, state, within)
 
@@ -384,6 +400,21 @@ class RunHooks:
             self._commits.take(make)
         elif communicator.world.rank == 0:
             make()
+
+
+@dataclass(frozen=True)
+class _StepMetrics:
+    """What the ranks have exchanged in a step.
+
+    Attributes:
+        sums: ``StepReport.sums`` in total.
+        states: ``StepReport.metrics`` of each rank.
+        wants_end: whether any rank has requested the end of the training.
+    """
+
+    sums: Mapping[str, tuple[float, float]]
+    states: tuple[bytes, ...] = ()
+    wants_end: bool = False
 
 
 def _digest(state: bytes) -> bytes:

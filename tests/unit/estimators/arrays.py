@@ -73,7 +73,7 @@ class Hooks:
     def keep_file(self, path: Path) -> None:
         raise AssertionError(f"no file is requested, but {path} was kept")
 
-    def before_update(self, epoch: int, sums: Mapping[str, tuple[float, int]]) -> None:
+    def before_update(self, epoch: int, sums: Mapping[str, tuple[float, int]] | None = None) -> None:
         pass
 
     def on_step_end(self, report: StepReport, trainer: object) -> None:

@@ -9,11 +9,16 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from sparkhvd.estimators.torch.checkpoint.optimizer_groups import options_unchanged
+from sparkhvd.estimators.torch.checkpoint.versions import has_only_parameters
 
 if TYPE_CHECKING:
+    import torch
     from lightning.pytorch import Trainer
 
     from sparkhvd.estimators.lightning.checkpoint.best_model import State
+
+
+_KNOWN_PACKAGES = ("lightning.", "pytorch_lightning.", "sparkhvd.")
 
 
 def validates_after(trainer: Trainer, batches: int) -> bool:
@@ -27,6 +32,23 @@ def validates_after(trainer: Trainer, batches: int) -> bool:
     if epochs is None:
         return (int(trainer.fit_loop.total_batch_idx) + 1) % int(every) == 0
     return (int(trainer.current_epoch) + 1) % int(epochs) == 0 and batches % int(every) == 0
+
+
+def can_keep_state(trainer: Trainer, modules: torch.nn.Module) -> bool:
+    """Return whether a rank has the whole state of its last complete step, see ``has_only_parameters``.
+
+    A step that is interrupted may have changed gradients of a manual optimization, or the state of a user's callback.
+    Schedulers that read a metric step after the hooks of a batch, and again when the run resumes. Only rank 0 has the
+    file of the best model.
+    """
+    steps_by_metric = any(
+        config.reduce_on_plateau and config.interval == "step" for config in trainer.lr_scheduler_configs
+    )
+    callbacks = vars(trainer)["callbacks"]  # Lightning does not declare the attribute
+    is_plain = all(type(callback).state_dict.__module__.startswith(_KNOWN_PACKAGES) for callback in callbacks)
+    keeps_best = any(getattr(callback, "monitor", None) for callback in trainer.checkpoint_callbacks)
+    is_automatic: bool = trainer.lightning_module.automatic_optimization
+    return is_automatic and not steps_by_metric and not keeps_best and is_plain and has_only_parameters(modules)
 
 
 def ends_by_steps(trainer: Trainer) -> bool:

@@ -20,7 +20,13 @@ from sparkhvd.estimators.keras.serialization import artifact
 from sparkhvd.estimators.params.policies import Checkpoints
 from sparkhvd.estimators.reports import EpochRecord
 from tests.unit.estimators.arrays import ArraySource, Hooks, spec
-from tests.unit.estimators.interruptions import EveryStep, Interrupting, assert_equal_values, values_of_epochs
+from tests.unit.estimators.interruptions import (
+    EveryStep,
+    Interrupting,
+    assert_equal_values,
+    fits_with_and_without_loss,
+    values_of_epochs,
+)
 from tests.unit.estimators.keras.networks import (
     DATA,
     EMPTY_WITHIN,
@@ -34,6 +40,7 @@ from tests.unit.estimators.keras.networks import (
     network_with_dropout,
     network_with_noise,
     parameters,
+    raise_lost_rank,
     rows,
     source,
     with_moving_statistics,
@@ -584,6 +591,79 @@ def train_with_metrics(kind, sizes, interruptions):
 def test_the_metrics_of_an_interrupted_epoch_are_over_all_of_its_rows(group, kind, sizes, interruptions):
     for undisturbed, resumed in group.run(train_with_metrics, kind, sizes, interruptions):
         assert_equal_values(undisturbed, resumed, rel=1e-5)
+
+
+def fail_once(*_, **__):
+    vars(session.current()).pop("allreduce_async")
+    raise_lost_rank()
+
+
+class LoseRank(keras.callbacks.Callback):
+    """Loses a rank in the sixth step of the second epoch."""
+
+    def __init__(self, moment):
+        super().__init__()
+        self.moment = moment
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+
+    def on_train_batch_end(self, batch, logs=None):
+        if (self.epoch, batch, self.moment) == (1, 4, "in the step"):
+            if keras.config.backend() == "torch":
+                object.__setattr__(self.model.optimizer, "_exchange", raise_lost_rank)
+            else:  # the graph calls this method in every step
+                session.current().allreduce_async = fail_once
+        if (self.epoch, batch, self.moment) == (1, 5, "after the update"):
+            raise_lost_rank()
+
+
+class ShrinkingLayer(keras.layers.Dense):
+    """Changes its weights in the forward pass."""
+
+    def call(self, values):
+        self.kernel.assign(0.99 * self.kernel)
+        return super().call(values)
+
+
+def shrinking_network():
+    return keras.Sequential([keras.Input((6,)), ShrinkingLayer(3)])
+
+
+LOSSES = {"statistics": with_moving_statistics, "weights": shrinking_network}
+
+
+def lose_rank(kind, moment):
+    """Return what the survivors of a loss resume with; None if they return to their last commit."""
+    world = session.current().world
+    how = spec(DATA, epochs=2, elastic=True)
+
+    def make(loses):
+        warmup = hvd.callbacks.LearningRateWarmupCallback(0.02, warmup_epochs=3)  # changes the rate before every step
+        params = {"model": LOSSES.get(kind, network)(), "callbacks": [warmup, LoseRank(moment if loses else "")]}
+        params |= {"custom_objects": {"ShrinkingLayer": ShrinkingLayer}} if kind == "weights" else {}
+        return PLUGIN.trainer(PLUGIN.pack(parameters(**params)), how, world)
+
+    fits = fits_with_and_without_loss(make, source(PARTIAL_END, world.rank), how)
+    if fits is None:
+        return None
+    position, *trained = fits
+    return position, *((trainer._model.get_weights(), values) for trainer, values in trained)
+
+
+def test_survivors_of_a_lost_rank_resume_from_the_last_complete_step(group):
+    for position, (weights, values), (resumed_weights, resumed_values) in group.run(lose_rank, "", "in the step"):
+        assert position == (1, 5)
+        for one, two in zip(weights, resumed_weights, strict=True):
+            np.testing.assert_array_equal(one, two)
+        assert_equal_values(values, resumed_values, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "moment"), [("", "after the update"), ("statistics", "in the step"), ("weights", "in the step")]
+)
+def test_survivors_return_to_the_last_commit_if_they_lack_the_state_of_the_last_step(group, kind, moment):
+    assert group.run(lose_rank, kind, moment) == [None, None]
 
 
 @dataclass

@@ -484,7 +484,7 @@ class Recovering(Hooks):
         super().__init__()
         self.states, self.before, self.after, self.recover = [], [], [], None
 
-    def before_update(self, epoch, sums):
+    def before_update(self, epoch, sums=None):
         if self.steps:
             recovered = self.recover()
             self.before.append(None if recovered is None else recovered == self.states[-1])
@@ -493,7 +493,7 @@ class Recovering(Hooks):
         if self.steps:
             self.after.append(self.recover())
         super().on_step_end(report, trainer)
-        self.recover = report.prepare_recovery()
+        self.recover = (lambda: None) if report.prepare_recovery is None else report.prepare_recovery()
         self.states.append(trainer.state())
 
 
