@@ -430,7 +430,7 @@ TEST(EngineDevice, AnAsynchronousErrorEndsTheEngine) {
 }
 
 TEST(EngineDevice, AHangingDeviceTimesOut) {
-  OnEveryDevice(OneHost(2), WithDevices(0.3), [](int rank, Rank& self, Program& program) {
+  OnEveryDevice(OneHost(2), WithDevices(2.0), [](int rank, Rank& self, Program& program) {
     if (rank == 1) simulated::Hold(rank);
     std::vector<float> data(4, 1.0f);
     const Result<Pointer> operation = program.TryAllreduce("sum", data);
