@@ -230,7 +230,7 @@ def test_a_loader_that_waits_for_room_can_be_closed():
     assert list(squares) == []
 
 
-def test_callbacks_of_ray_have_no_effect_as_in_jobs_that_are_not_elastic(monkeypatch):
+def test_callbacks_of_ray_have_no_effect(monkeypatch):
     pytest.importorskip("ray")
     from horovod.ray import ray_logger, runner  # noqa: PLC0415
 
@@ -241,5 +241,5 @@ def test_callbacks_of_ray_have_no_effect_as_in_jobs_that_are_not_elastic(monkeyp
     executor = object.__new__(runner.RayExecutor)
     assert executor.run(int, ("3",), None, [print]) == 3
     assert executor.execute(id, callbacks=[print]) == id(executor)
-    with pytest.warns(UserWarning, match="its receivers are the callbacks of elastic jobs"):
+    with pytest.warns(UserWarning, match="does not call its receivers"):
         ray_logger.log({"loss": 1.0})
