@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+from contextlib import contextmanager
 
 import keras
 import numpy as np
@@ -42,20 +43,28 @@ def compress():
     return packed.get_weights()
 
 
+@contextmanager
+def set_of_this_rank():
+    """Provide a process set of this rank alone; the other tests of the group cannot add it again while it exists."""
+    sets = [hvd.add_process_set([rank]) for rank in range(hvd.size())]
+    yield sets[hvd.rank()]
+    for process_set in sets:
+        hvd.remove_process_set(process_set)
+
+
 def train_apart():
     """Train each rank with its own process set, as if there were no other ranks."""
-    mine = [hvd.add_process_set([rank]) for rank in range(hvd.size())][hvd.rank()]
     alone, together = network(), network()
     part = slice(hvd.rank(), None, 2)
     fitted(alone, keras.optimizers.SGD(0.05), part, 8)
-    fitted(together, hvd.DistributedOptimizer(keras.optimizers.SGD(0.05), process_set=mine), part, 8)
+    with set_of_this_rank() as mine:
+        fitted(together, hvd.DistributedOptimizer(keras.optimizers.SGD(0.05), process_set=mine), part, 8)
     for one, other in zip(alone.get_weights(), together.get_weights(), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
 
 
 def train_embedding():
     """Compare ranks that exchange rows or dense gradients with one rank that trains on whole batches."""
-    mine = [hvd.add_process_set([rank]) for rank in range(hvd.size())][hvd.rank()]
     rng = np.random.default_rng(0)
     words, targets = rng.integers(0, 7, (48, 1)), rng.normal(size=(48, 1)).astype(np.float32)
 
@@ -67,7 +76,8 @@ def train_embedding():
         model.fit(words[part], targets[part], batch_size=batch_size, epochs=2, shuffle=False, verbose=0)
         return model.get_weights()
 
-    alone = trained(slice(None), 16, process_set=mine)
+    with set_of_this_rank() as mine:
+        alone = trained(slice(None), 16, process_set=mine)
     for sparse_as_dense in (False, True):
         together = trained(slice(hvd.rank(), None, 2), 8, sparse_as_dense=sparse_as_dense)
         for one, other in zip(alone, together, strict=True):
