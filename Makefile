@@ -107,6 +107,7 @@ bench: .venv/.core-built ## Measure collectives, training steps, the data path, 
 	@$(RUN) python -m bench.data
 	@$(RUN) python -m bench.estimators
 	@$(RUN) python -m bench.startup
+	@$(RUN) python -m bench.startup_ray
 	@$(RUN) python -m bench.registration
 	@$(RUN) python -m bench.elastic
 	@if [ "$$(id -u)" = 0 ]; then $(RUN) python -m bench.elastic_hosts; fi

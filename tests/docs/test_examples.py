@@ -90,6 +90,14 @@ def test_ray_tune_digits_trains_a_trial_on_two_ranks(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.soak
+def test_ray_parquet_trains_on_two_ranks_without_spark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_worker_niceness", "0")
+    output = _run(tmp_path, "ray_parquet.py", "--epochs", "1")
+    shutil.rmtree(Path(tempfile.gettempdir(), "ray"))
+    assert float(re.search(r"held-out accuracy, 2 ranks: ([\d.]+)%", output)[1]) > 20
+
+
+@pytest.mark.soak
 def test_deephyper_digits_evaluates_a_point_on_two_ranks(tmp_path: Path) -> None:
     pytest.importorskip("deephyper", reason="its dependencies are not among those of the tests: pip install deephyper")
     output = _run(tmp_path, "deephyper_digits.py", "--evaluations", "1", "--epochs", "1")
