@@ -136,7 +136,8 @@ class LeaseWorkers:
                 )
             )
             addresses = tuple(dict.fromkeys([(bind_host, server.port), (own_host, server.port)]))
-            self._run_task = functools.partial(self._run_on_cluster, job.with_driver_addresses(addresses), membership)
+            job = job.with_driver_addresses(addresses)
+            self._run_task = functools.partial(cluster.run, job=job, membership=membership)
             self._leases: list[Future[None]] = []  # the threads, by number; only appended to, by one thread at a time
             self._runs: dict[int, _Run] = {}  # by lease; replaced by its own thread
             self._add_leases(slots)
@@ -170,9 +171,6 @@ class LeaseWorkers:
         with self._stack as stack:  # takes every step, even if another Ctrl-C interrupts one
             stack.callback(self._end_leases)
             wait(self._threads)
-
-    def _run_on_cluster(self, job: Job, membership: MembershipAddress, number: int) -> Exception | None:
-        return self._cluster.run(number, job, membership)
 
     def _add_leases(self, slots: int) -> None:
         for number in range(len(self._leases), slots):
