@@ -6,6 +6,7 @@ before the test, and gives ending threads, processes and files a bounded time.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import gc
 import os
@@ -108,8 +109,10 @@ def pytest_configure(config: pytest.Config) -> None:
         from tests import lean_imports  # noqa: PLC0415  (small runs have no such package)
 
         lean_imports.install()
-        # torch._dynamo loads triton, which crashes if it is imported after TensorFlow.
-        import torch._dynamo  # noqa: F401, PLC0415
+        import torch  # noqa: F401, PLC0415
+
+        with contextlib.suppress(ImportError):
+            import triton  # noqa: F401, PLC0415  (crashes if torch._dynamo imports it after TensorFlow)
 
         gc.freeze()  # so that the leak check's garbage collections skip all current objects
     if (_TEST_JAVA / "bin" / "java").exists():
