@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -22,10 +25,7 @@ def array_of(values: npt.ArrayLike, what: str) -> Array:
         ConfigError: NumPy cannot read the values, some of them are masked or null, or collectives do not support their
             dtype.
     """
-    for part in (values, *(values if isinstance(values, list | tuple) else ())):
-        refuse_mask(part, what)
-    if nulls := getattr(values, "null_count", 0):  # of Arrow; NumPy would read them as NaN
-        raise ConfigError(f"{what}, a {type(values).__name__}, has null_count {nulls}. Replace them with fill_null().")
+    _refuse_missing(values, what)
     try:
         array = np.asarray(values)
     except (TypeError, ValueError, RuntimeError) as problem:
@@ -36,6 +36,51 @@ def array_of(values: npt.ArrayLike, what: str) -> Array:
             "of them, or send it with broadcast_object() or allgather_object()."
         )
     return array
+
+
+def _refuse_missing(values: object, what: str) -> None:
+    """Raise an error if some of the values are masked or null; NumPy would read nulls as NaN."""
+    if isinstance(values, list | tuple):
+        for part in values:
+            if not isinstance(part, float | int):
+                _refuse_missing(part, what)
+        return
+    refuse_mask(values, what)
+    if isinstance(values, np.ndarray):
+        return
+    for where, column in _columns(values):
+        if count := _null_count(column):
+            nulls = "1 null value" if count == 1 else f"{count} null values"
+            raise ConfigError(
+                f"{what}, a {type(values).__name__}, has {nulls}{where}, which NumPy would read as NaN. Replace nulls "
+                "first: fill_null() of Arrow or fillna() of pandas."
+            )
+
+
+def _columns(values: Any) -> Iterable[tuple[str, object]]:
+    """Return the columns of a table, each with its place in error messages; or the values themselves."""
+    columns: Iterable[tuple[object, object]]
+    if hasattr(values, "column_names"):  # tables and record batches of Arrow
+        columns = zip(values.column_names, values.columns, strict=True)
+    elif hasattr(values, "get_columns"):  # Polars
+        columns = zip(values.columns, values.get_columns(), strict=True)
+    elif hasattr(values, "isna") and values.ndim == 2:  # pandas
+        columns = values.items()
+    else:
+        return [("", values)]
+    return ((f" in column {name!r}", column) for name, column in columns)
+
+
+def _null_count(values: Any) -> int:
+    """Return the number of nulls in an array of Arrow, Polars or pandas; a NaN is none of them. 0 for other values."""
+    if hasattr(values, "is_null"):
+        # Not null_count, which excludes nulls in the values of dictionaries and of runs.
+        return int(np.count_nonzero(values.is_null()))
+    if not hasattr(values, "isna"):
+        return 0
+    # pandas: a NumPy dtype has no nulls, and a sparse array has those of its subtype.
+    is_numpy = isinstance(getattr(values.dtype, "subtype", values.dtype), np.dtype)
+    return 0 if is_numpy else int(np.count_nonzero(values.isna()))
 
 
 def _from_device(values: npt.ArrayLike, what: str, problem: Exception) -> Array:

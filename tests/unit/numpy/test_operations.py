@@ -179,7 +179,7 @@ def refuse_unsendable_arrays():
     refused = {
         r"^The array is a masked array, whose mask would be lost\. Pass": np.ma.masked_array([1.0, 2.0], [True, False]),
         r"^The array is a masked array, whose mask would": [np.ma.masked_array([1.0, 2.0], [True, False])],
-        r"^The array, a ChunkedArray, has null_count 1\. Replace them with fill_null": pa.chunked_array([[1], [None]]),
+        r"^The array, a ChunkedArray, has 1 null value, which .* Replace nulls first": pa.chunked_array([[1], [None]]),
         r"^The array has dtype complex128; collectives take bfloat16, .*broadcast_object\(\)": np.ones(2, complex),
         r"^The array has dtype object; collectives take": [None, 1.0],
         r"^The array has dtype uint32; collectives take": np.ones(2, np.uint32),
