@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import keras
 
 from sparkhvd.estimators.keras.serialization.omissions import Omissions
 from sparkhvd.estimators.keras.statistics import LayerStatistics
 from sparkhvd.keras.exchange import is_overwritten
+
+SumFunction = Callable[[Sequence[Any]], list[Any]]
 
 
 def can_keep_state(
@@ -46,11 +49,29 @@ def _acts_before_steps(callback: keras.callbacks.Callback) -> bool:
     return not all(hook.__module__.startswith(("keras.", "sparkhvd.")) for hook in hooks)
 
 
-def version_of(model: keras.Model, variables: Sequence[keras.Variable]) -> object:
-    """Return a value that differs if variables or ``trainable`` flags have changed; on TensorFlow, only for flags."""
+def sum_function() -> SumFunction:
+    """Return a function that returns the sum of each of its tensors; on TensorFlow, it is one graph."""
+
+    def sums(values: Sequence[Any]) -> list[Any]:
+        return [keras.ops.sum(keras.ops.cast(value, "float32")) for value in values]
+
+    if keras.config.backend() != "tensorflow":
+        return sums
+    import tensorflow as tf  # noqa: PLC0415  (only the backend in use is imported)
+
+    graph: SumFunction = tf.function(sums, autograph=False)
+    return graph
+
+
+def version_of(model: keras.Model, variables: Sequence[keras.Variable], sums: SumFunction) -> object:
+    """Return a value that differs if variables or ``trainable`` flags have changed.
+
+    PyTorch counts the changes of a tensor, except for changes through ``Tensor.data``. TensorFlow counts none: a
+    function of the user, such as that of a ``Lambda`` layer or a loss, may assign weights in the forward pass. The sums
+    of the variables show such changes of whole variables.
+    """
+    values = [variable.value for variable in variables]
     flags = Omissions.of_training(model)
     if keras.config.backend() == "tensorflow":
-        return flags
-    # A change through ``Tensor.data`` has no version. The sums show such changes of whole tensors.
-    sums = [keras.ops.sum(keras.ops.cast(variable.value.detach(), "float32")) for variable in variables]
-    return flags, [variable.value._version for variable in variables], sums  # noqa: SLF001  (PyTorch documents it)
+        return flags, sums(values)
+    return flags, [value._version for value in values], sums([value.detach() for value in values])  # noqa: SLF001  (PyTorch documents it)

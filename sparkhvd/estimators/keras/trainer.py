@@ -34,7 +34,7 @@ from sparkhvd.estimators.keras.epoch_callbacks import (
     EqualizeStatisticsCallback,
 )
 from sparkhvd.estimators.keras.graph_flags import GraphFlags
-from sparkhvd.estimators.keras.kept_state import can_keep_state, version_of
+from sparkhvd.estimators.keras.kept_state import SumFunction, can_keep_state, sum_function, version_of
 from sparkhvd.estimators.keras.metrics import create_metrics_before_training
 from sparkhvd.estimators.keras.module_buffers import ModuleBuffers
 from sparkhvd.estimators.keras.randomness import RandomStates
@@ -100,7 +100,7 @@ class KerasTrainer:
         """Return the values of the model's variables and buffers, and the states of optimizers and callbacks."""
         return arrays_to_bytes(self._arrays())
 
-    def _keep_state(self, seeds: Sequence[keras.Variable]) -> Callable[[], bytes | None]:
+    def _keep_state(self, seeds: Sequence[keras.Variable], sums: SumFunction) -> Callable[[], bytes | None]:
         """Return a function that returns the current state until a step changes the weights, then None.
 
         The function returns single numbers of the optimizers as they are now, such as the learning rate: a callback or
@@ -114,7 +114,7 @@ class KerasTrainer:
         others = [variable for name, variable in variables.items() if name not in numbers]
         seed_ids = set(map(id, seeds))
         weights = [variable for variable in self._model.variables if id(variable) not in seed_ids]
-        version = partial(version_of, self._model, [*weights, *others])
+        version = partial(version_of, self._model, [*weights, *others], sums)
 
         def state() -> bytes:
             arrays = self._arrays()
@@ -223,7 +223,7 @@ class KerasTrainer:
         statistics = LayerStatistics(self._model, seeds.variables, self._buffers, sums)
         begin = EpochBeginCallback(data, validation, sync_layers, seeds, statistics, current, self._graph_flags, hooks)
         can_keep = self._spec.elastic and can_keep_state(self._model, statistics, self._package.callbacks)
-        keep = partial(self._keep_state, seeds.variables) if can_keep else None
+        keep = partial(self._keep_state, seeds.variables, sum_function()) if can_keep else None
         end = EpochEndCallback(begin, data, hooks, self, keep)
         saving = self._file_saving_callback(hooks)
         own = () if saving is None else saving.callbacks

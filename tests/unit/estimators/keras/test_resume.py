@@ -630,7 +630,24 @@ def shrinking_network():
     return keras.Sequential([keras.Input((6,)), ShrinkingLayer(3)])
 
 
-LOSSES = {"statistics": with_moving_statistics, "weights": shrinking_network}
+def shrink_kernel(values):
+    """Changes a weight of the model in the forward pass, as the function of a layer that has no variables."""
+    kernel = getattr(session.current(), "shrinking_kernel", None)  # None while the model is built
+    if kernel is not None:
+        kernel.assign(0.99 * kernel)
+    return values
+
+
+def network_with_shrinking_lambda():
+    return keras.Sequential([keras.Input((6,)), keras.layers.Dense(3), keras.layers.Lambda(shrink_kernel)])
+
+
+LOSSES = {
+    "statistics": with_moving_statistics,
+    "weights": shrinking_network,
+    "weights in a Lambda": network_with_shrinking_lambda,
+}
+CUSTOM_OBJECTS = {"ShrinkingLayer": ShrinkingLayer, "shrink_kernel": shrink_kernel}
 
 
 def lose_rank(kind, moment):
@@ -641,8 +658,10 @@ def lose_rank(kind, moment):
     def make(loses):
         warmup = hvd.callbacks.LearningRateWarmupCallback(0.02, warmup_epochs=3)  # changes the rate before every step
         params = {"model": LOSSES.get(kind, network)(), "callbacks": [warmup, LoseRank(moment if loses else "")]}
-        params |= {"custom_objects": {"ShrinkingLayer": ShrinkingLayer}} if kind == "weights" else {}
-        return PLUGIN.trainer(PLUGIN.pack(parameters(**params)), how, world)
+        params |= {"custom_objects": CUSTOM_OBJECTS} if kind.startswith("weights") else {}
+        trainer = PLUGIN.trainer(PLUGIN.pack(parameters(**params)), how, world)
+        session.current().shrinking_kernel = trainer._model.layers[0].kernel if "Lambda" in kind else None
+        return trainer
 
     fits = fits_with_and_without_loss(make, source(PARTIAL_END, world.rank), how)
     if fits is None:
@@ -660,7 +679,13 @@ def test_survivors_of_a_lost_rank_resume_from_the_last_complete_step(group):
 
 
 @pytest.mark.parametrize(
-    ("kind", "moment"), [("", "after the update"), ("statistics", "in the step"), ("weights", "in the step")]
+    ("kind", "moment"),
+    [
+        ("", "after the update"),
+        ("statistics", "in the step"),
+        ("weights", "in the step"),
+        ("weights in a Lambda", "in the step"),
+    ],
 )
 def test_survivors_return_to_the_last_commit_if_they_lack_the_state_of_the_last_step(group, kind, moment):
     assert group.run(lose_rank, kind, moment) == [None, None]
