@@ -12,10 +12,12 @@ import posixpath
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+from sparkhvd._util.closable import Closable
 from sparkhvd._util.counts import counted
 from sparkhvd.data.external import petastorm_schema
 from sparkhvd.data.external.folder_layout import partition_columns, shown_files, visible_files
@@ -53,8 +55,8 @@ _LOGS = (
 
 
 @dataclass(frozen=True)
-class ExistingFiles:
-    """The files of a dataset.
+class ExistingFiles(Closable):
+    """The files of a dataset, which ``close`` or the end of ``with`` releases.
 
     Attributes:
         store: the Store that contains the files.
@@ -70,6 +72,11 @@ class ExistingFiles:
         """Release the hold."""
         if self.hold is not None:
             self.hold.close()
+
+    def __exit__(self, *error: Any) -> None:
+        """Release the hold; after an error, which the Store may have caused, wait for it only briefly."""
+        if self.hold is not None:
+            self.hold.__exit__(*error)
 
 
 @dataclass(frozen=True)
@@ -176,13 +183,13 @@ def _open(store: Store, locations: Sequence[str], wanted: ColumnRequest) -> Exis
     manifest_path = locations[0] if locations[0].endswith(_MANIFEST) else f"{locations[0]}/{_MANIFEST}"
     if len(locations) > 1 or not store.exists(manifest_path):
         return ExistingFiles(store, _manifest(store, locations, wanted))
-    hold = _open_hold(store, manifest_path.removesuffix(_MANIFEST))
-    try:
-        return ExistingFiles(store, selected(load(store, manifest_path), wanted), hold)
-    except BaseException:
+    with ExitStack() as stack:
+        hold = _open_hold(store, manifest_path.removesuffix(_MANIFEST))
         if hold is not None:
-            hold.close()
-        raise
+            stack.enter_context(hold)
+        files = ExistingFiles(store, selected(load(store, manifest_path), wanted), hold)
+        stack.pop_all()
+    return files
 
 
 def _open_hold(store: Store, folder: str) -> leases.Hold | None:

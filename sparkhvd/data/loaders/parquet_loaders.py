@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -66,11 +67,10 @@ class LoaderOptions:
     def open(self, data: str | Manifest) -> tuple[ParquetSource, ExistingFiles]:
         """Open the rows of this rank; return them and their files."""
         existing = open_data(data, self.columns, self.fill, store=self.store, storage_options=self.storage_options)
-        try:
+        with ExitStack() as stack:
+            stack.enter_context(existing)
             source = self._source(existing)
-        except BaseException:
-            existing.close()
-            raise
+            stack.pop_all()
         # For users who do not close the loader. The lease of a killed process ends with it or expires.
         if existing.hold is not None:
             weakref.finalize(source, existing.hold.close, _FINALIZER_SECONDS)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sparkhvd._util.closable import Closable
 from sparkhvd._util.counts import counted
@@ -86,6 +86,11 @@ class PreparedData(Closable):
         """Release the dataset; a second call does nothing."""
         if self._hold is not None:
             self._hold.close()
+
+    def __exit__(self, *error: Any) -> None:
+        """Release the dataset; after an error, which the Store may have caused, wait for it only briefly."""
+        if self._hold is not None:
+            self._hold.__exit__(*error)
 
     def __getstate__(self) -> dict[str, object]:
         """Return the state without the hold, which stays with the process that prepared the dataset."""

@@ -29,7 +29,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
-from typing import Protocol
+from typing import Protocol, Self
 
 from sparkhvd._util.process_identity import is_running, machine_id, process_start
 from sparkhvd.errors import SparkHvdError, StoreError
@@ -180,6 +180,13 @@ class Hold:
         if threading.current_thread() is not self._thread:
             self._thread.join(seconds)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        """Release the lease; after an error, wait for the release only briefly."""
+        self.close(_RELEASE_SECONDS if error is None else _FAILED_SECONDS)
+
     def _work(self) -> None:
         renewed = time.time()
         while not self._is_closed():
@@ -205,14 +212,9 @@ class Hold:
 
 @contextmanager
 def holding(lease: Renewable, renew_seconds: float) -> Iterator[None]:
-    """Renew a lease within the context, then release it; after an error, wait for the release only briefly."""
-    hold = Hold(lease, check_seconds=renew_seconds, renew_seconds=renew_seconds)
-    try:
+    """Renew a lease within the context, then release it."""
+    with Hold(lease, check_seconds=renew_seconds, renew_seconds=renew_seconds):
         yield
-    except BaseException:
-        hold.close(_FAILED_SECONDS)
-        raise
-    hold.close()
 
 
 def release_and_log(lease: Renewable) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 
 from sparkhvd.data.external.locate import Access
 from sparkhvd.data.external.parquet_files import ColumnRequest, ExistingFiles, open_existing, selected
@@ -42,7 +42,7 @@ def existing_rows(
         raise ParamError(f"reader={plan.reader!r} must be one of {', '.join(map(repr, READERS))}.")
     prepared = None if dataset is None and path is not None else _find_prepared(plan, dataset)
     if prepared is None:
-        with closing(_files(plan, path, validation_path, access, any_type)) as files:
+        with _files(plan, path, validation_path, access, any_type) as files:
             _refuse_dense_columns(files.manifest, plan)
             yield files
         return

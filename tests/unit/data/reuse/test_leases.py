@@ -9,14 +9,15 @@ import sys
 import threading
 import time
 import weakref
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
 from sparkhvd._util.process_identity import machine_id
 from sparkhvd.data import torch_loader
-from sparkhvd.data.external.parquet_files import open_data, open_existing
-from sparkhvd.data.prepare.prepared_data import _find_by_fingerprint, _find_by_name, clean, hold
+from sparkhvd.data.external.parquet_files import ExistingFiles, open_data, open_existing
+from sparkhvd.data.prepare.prepared_data import PreparedData, _find_by_fingerprint, _find_by_name, clean, hold
 from sparkhvd.data.reuse import leases
 from sparkhvd.data.reuse.fingerprint import Fingerprint
 from sparkhvd.errors import DataError, SchemaError, StoreError
@@ -490,10 +491,19 @@ class Delayed:
         self.released.set()
 
 
-def test_an_error_waits_only_briefly_for_a_release_that_the_store_delays(monkeypatch):
+def prepared(hold):
+    data = object.__new__(PreparedData)
+    data._hold = hold
+    return data
+
+
+@pytest.mark.parametrize(
+    "held", [lambda hold: hold, prepared, partial(ExistingFiles, None, None)], ids=["hold", "prepared rows", "files"]
+)
+def test_an_error_waits_only_briefly_for_a_release_that_the_store_delays(monkeypatch, held):
     monkeypatch.setattr(leases, "_FAILED_SECONDS", 0.01)
     lease = Delayed()
-    with pytest.raises(KeyboardInterrupt), leases.holding(lease, 600.0):
+    with pytest.raises(KeyboardInterrupt), held(leases.Hold(lease)):
         raise KeyboardInterrupt
     assert not lease.released.is_set()
     lease.answers.set()
