@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING, Literal, cast
 
@@ -44,6 +45,7 @@ _ERROR = "sparkhvd:error"  # the attribute with the reason of a failure; an inte
 _ERROR_LIMIT = 2000
 _KEEPS_RUN = "sparkhvd:keeps_run"  # the attribute of trials whose runs are never removed
 _REMOVABLE = "sparkhvd:removable"  # the study's attribute with the runs that may be removed when a trial ends
+_ASKING = "sparkhvd:asking"  # the study's attribute with the time at which a search last asked for a trial
 _POLL_SECONDS = 0.5
 _OUTCOMES = {"COMPLETE": "completed", "PRUNED": "was pruned", "FAIL": "failed"}
 # The trials share the rows, so these parameters are set on the estimator only.
@@ -166,7 +168,8 @@ class Trials:
         for run_id in self._study.user_attrs.get(_REMOVABLE, ()):
             if run_id not in best and run_id in last and _has_ended(last[run_id]):
                 self._remove(run_id)
-        for run_id, trial in last.items():
+        for trial in [*last.values(), *filter(self._was_asked_last, self._trials())]:
+            run_id = trial.user_attrs.get(RUN_ID)
             if trial.state is TrialState.RUNNING:
                 self._tell(trial.number, TrialState.FAIL)
             elif trial.state is not TrialState.FAIL:
@@ -179,9 +182,13 @@ class Trials:
             attributes = {name: value for name, value in trial.system_attrs.items() if not name.startswith(CONSTRAINTS)}
             attributes["fixed_params"] = params
             self._study.add_trial(
-                create_trial(state=TrialState.WAITING, system_attrs=attributes, user_attrs={RUN_ID: run_id})
+                create_trial(
+                    state=TrialState.WAITING,
+                    system_attrs=attributes,
+                    user_attrs={} if run_id is None else {RUN_ID: run_id},
+                )
             )
-            logger.info("trial %d was interrupted; its run %s is resumed", trial.number, run_id)
+            logger.info("trial %d was interrupted; its run %s is resumed", trial.number, run_id or "(not begun)")
 
     def run(self, limits: Limits) -> None:
         """Run trials until their number or the time limit is reached.
@@ -268,12 +275,24 @@ class Trials:
 
     def _new(self) -> Attempt:
         self._left -= 1
+        self._study.set_user_attr(_ASKING, datetime.now().isoformat())  # noqa: DTZ005  (as Optuna)
         trial = self._study.ask()
         run_id = trial.user_attrs.get(RUN_ID) or f"{self._prefix}-{trial.number:04d}"
         if self._keep_runs:
             trial.set_user_attr(_KEEPS_RUN, value=True)
         trial.set_user_attr(RUN_ID, run_id)
         return Attempt(trial, run_id, TrialReports(trial, *self._metrics))
+
+    def _was_asked_last(self, trial: optuna.trial.FrozenTrial) -> bool:
+        """Return whether a search was killed after it had asked for this trial and before the trial had a run.
+
+        Other programs may run trials of the study, too, but they ask for parameters.
+        """
+        asking, started = self._study.user_attrs.get(_ASKING), trial.datetime_start
+        if trial.state.name != "RUNNING" or trial.user_attrs or trial.params or asking is None or started is None:
+            return False
+        asked = datetime.fromisoformat(asking)
+        return started >= (asked if started.microsecond else asked.replace(microsecond=0))  # MySQL stores no fractions
 
     def _run_attempt(self, attempt: Attempt) -> None:
         import optuna  # noqa: PLC0415  (optional)

@@ -143,6 +143,7 @@ class LocalStore(Store):
         target = self._file(path)
         with _reporting("delete", self._url_of(path)), suppress(FileNotFoundError):
             _remove(target)
+            self._remove_empty_folders(target)
 
     def spark_url(self, path: str) -> str:
         return self._url_of(path)
@@ -160,6 +161,15 @@ class LocalStore(Store):
         from pyarrow import fs  # noqa: PLC0415  (a Store is cheap to import)
 
         return fs.LocalFileSystem(use_mmap=True), str(self._file(path))
+
+    def _remove_empty_folders(self, target: Path) -> None:
+        """Remove the folders above a removed file that are empty now; object stores have no folders either."""
+        tops = {Path(self.root), Path(self.runs_path or self.root)}
+        with suppress(OSError):  # another process has written a file, or has removed the folder
+            for folder in target.parents:
+                if folder in tops or tops.isdisjoint(folder.parents):
+                    return
+                folder.rmdir()
 
     def _absolute(self, path_or_url: str) -> str:
         return absolute_path(path_or_url)
@@ -219,7 +229,8 @@ class _UnfinishedFile(io.BufferedWriter):
                 os.fsync(self.fileno())
                 super().close()
                 self._temporary.replace(self._target)
-                _sync_folder(self._target.parent)
+                with suppress(FileNotFoundError):  # another process has already removed it
+                    _sync_folder(self._target.parent)
         except BaseException:
             self._discard()
             raise

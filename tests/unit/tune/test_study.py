@@ -34,6 +34,7 @@ def test_a_study_leaves_no_lease_even_after_a_killed_search(tmp_path):
     with held(store, "mine"):
         assert store.list("runs/mine-search")
     assert store.list("") == []
+    assert not Path(store.root, "runs").exists(), "no folder is left either"
 
 
 def test_a_study_whose_trials_run_in_another_store_is_refused(tmp_path):

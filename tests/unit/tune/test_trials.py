@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import _thread
+import sys
 import threading
 
 import optuna
@@ -38,16 +39,35 @@ class Estimator:
             self.ended.set()
 
 
+def search_in(study, template=None):
+    return trials.Trials(
+        template or Estimator(), None, None, lambda _: {}, study, ["loss"], None, "run", halving=None, keep_runs=False
+    )
+
+
 def test_an_interrupted_search_interrupts_fits_whatever_their_launcher(monkeypatch):
     monkeypatch.setattr(trials, "inheriting", lambda _, act: act)
     monkeypatch.setattr(trials, "add_tag", lambda *_: None)
     monkeypatch.setattr(trials, "cancel", lambda _spark, _tag, ended: is_done_within(ended, 30.0))
     study, template = optuna.create_study(), Estimator()
-    search = trials.Trials(
-        template, None, None, lambda _: {}, study, ["loss"], None, "run", halving=None, keep_runs=False
-    )
+    search = search_in(study, template)
     with pytest.raises(KeyboardInterrupt):
         search.run(trials.Limits(2, 1, None))
     assert template.ended.is_set()
     (trial,) = study.trials
     assert (trial.state.name, "sparkhvd:error" in trial.user_attrs) == ("FAIL", False), "the next search resumes it"
+
+
+def test_a_search_that_is_killed_before_its_trial_has_a_run_starts_the_trial_again(monkeypatch):
+    study = optuna.create_study()
+    study.ask()  # a trial of another program
+    study.enqueue_trial({"lr": 0.1})
+    killed, following = (search_in(study) for _ in range(2))
+    with monkeypatch.context() as killing:
+        killing.setattr(optuna.Trial, "set_user_attr", lambda *_, **__: sys.exit())
+        with pytest.raises(SystemExit):
+            killed._new()
+    following.resume_interrupted()
+    assert [trial.state.name for trial in study.trials] == ["RUNNING", "FAIL", "WAITING"]
+    resumed = following._new()
+    assert (resumed.run_id, resumed.trial.suggest_float("lr", 0.0, 1.0)) == ("run-0002", 0.1)
