@@ -40,12 +40,14 @@ class Gang:
         slots: returns the number of the application's slots for such ranks, free or used by jobs of this queue.
         resources: the cores and GPUs of each rank.
         priority: jobs of a higher priority start first.
+        thread: the thread that runs the job.
     """
 
     ranks: int
     slots: Callable[[], int]
     resources: TaskResources = field(default_factory=TaskResources)
     priority: int = 0
+    thread: int = field(default_factory=threading.get_ident)
 
     def fits(self, running: Sequence[Gang]) -> bool:
         """Return whether there are slots for this job in addition to the running jobs.
@@ -93,8 +95,16 @@ class GangQueue:
 
     def _wait(self, gang: Gang) -> None:
         with self._changed:
-            position = sum(other.priority >= gang.priority for other in self._waiting)
+            caller = next((job for job in self._running if job.thread == _calling_thread()), None)
+            position = sum(other.priority >= gang.priority for other in self._waiting) if caller is None else 0
             self._waiting.insert(position, gang)
+        if caller is not None and not gang.fits([caller]):
+            raise LaunchError(
+                f"A job of {counted(gang.ranks, 'rank')} cannot start in a function that a job of "
+                f"{counted(caller.ranks, 'rank')} waits for, such as its epoch_callback: both do not fit into the "
+                f"{counted(gang.slots(), 'slot')} of this application at the same time. Start it after the other job, "
+                "or give that job fewer ranks."
+            )
         if self._start_if_possible(gang):
             return
         logger.info(
@@ -137,6 +147,27 @@ class SlotUse:
     running: tuple[int, ...]
     waiting: tuple[int, ...]
     tasks: int | None
+
+
+_calls = threading.local()
+
+
+@contextmanager
+def called_by(thread: int) -> Iterator[None]:
+    """Mark the calls inside ``with`` as those that the job of another thread waits for.
+
+    A job that starts in such a call does not wait for the job that waits for it.
+    """
+    _calls.thread = thread
+    try:
+        yield
+    finally:
+        del _calls.thread
+
+
+def _calling_thread() -> int | None:
+    thread: int | None = getattr(_calls, "thread", None)
+    return thread
 
 
 _queues: WeakValueDictionary[str, GangQueue] = WeakValueDictionary()  # by application; its jobs keep a queue alive

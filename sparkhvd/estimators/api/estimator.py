@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import sys
+import threading
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
@@ -32,6 +33,7 @@ from sparkhvd.data.schema.manifest import Manifest
 from sparkhvd.data.schema.selection import Selection, select, with_fields
 from sparkhvd.data.spark.settings import with_spark_credentials
 from sparkhvd.driver.preflight.preflight import RequestedTasks
+from sparkhvd.driver.spark.gang_queue import called_by
 from sparkhvd.driver.spark.slots import describe_cluster
 from sparkhvd.driver.user_code.pickling import dumps
 from sparkhvd.errors import ParamError
@@ -515,7 +517,12 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         with ExitStack() as stack:
             progress_output = stack.enter_context(closing(ProgressOutput(run.run_id))) if job.progress else None
             if run.epoch_callback is not None:
-                server = CallbackServer(calls, *driver_address(run, spark), encrypt=encrypts(run))
+                server = CallbackServer(
+                    calls,
+                    *driver_address(run, spark),
+                    encrypt=encrypts(run),
+                    during_calls=partial(called_by, threading.get_ident()),
+                )
                 job = replace(job, callback=stack.enter_context(server).address)
             try:
                 results = run_ranks(

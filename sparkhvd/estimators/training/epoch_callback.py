@@ -12,6 +12,7 @@ import logging
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -99,13 +100,23 @@ class CallbackServer(Closable):
         bind: the local address that the server binds.
         hosts: the addresses at which ranks may reach this driver.
         encrypt: whether connections are encrypted.
+        during_calls: returns the context of a call.
 
     Attributes:
         address: how rank 0 reaches the server.
     """
 
-    def __init__(self, calls: EpochCalls, bind: str, hosts: Sequence[str], *, encrypt: bool) -> None:
+    def __init__(
+        self,
+        calls: EpochCalls,
+        bind: str,
+        hosts: Sequence[str],
+        *,
+        encrypt: bool,
+        during_calls: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self._calls = calls
+        self._during_calls = during_calls
         secret = secrets.token_bytes(32)
         self._server = Server(secret, self, bind, name="sparkhvd-epochs", encrypt=encrypt)
         self.address = CallbackAddress(tuple((host, self._server.port) for host in hosts), secret, encrypt)
@@ -115,7 +126,8 @@ class CallbackServer(Closable):
         if not isinstance(message, EpochsEnded):
             return None
         try:
-            return EpochsAnswered(self._calls.call(map(record_from_json, json.loads(message.content))))
+            with self._during_calls():
+                return EpochsAnswered(self._calls.call(map(record_from_json, json.loads(message.content))))
         except BaseException as error:  # noqa: BLE001 - the function is the user's, and rank 0 waits for the answer
             return Rejected(f"{type(error).__name__}: {error}")
 

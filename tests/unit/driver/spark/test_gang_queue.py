@@ -8,8 +8,9 @@ import threading
 
 import pytest
 
-from sparkhvd.driver.spark.gang_queue import Gang, GangQueue
+from sparkhvd.driver.spark.gang_queue import Gang, GangQueue, called_by
 from sparkhvd.driver.spark.resources import TaskResources
+from sparkhvd.errors import LaunchError
 from tests.waiting import wait_for
 
 
@@ -25,11 +26,11 @@ class Jobs:
 
     def submit(self, name: str, ranks: int, priority: int = 0) -> None:
         """Start a job, and return once it runs or waits."""
-        gang = Gang(ranks, lambda: self.slots, priority=priority)
         self._ends[name] = threading.Event()
-        self._threads[name] = threading.Thread(target=self._run, args=(name, gang))
+        self._threads[name] = threading.Thread(target=self._run, args=(name, ranks, priority))
         self._threads[name].start()
-        wait_for(lambda: any(gang in jobs for jobs in self.queue.jobs()))
+        thread = self.thread_of(name)
+        wait_for(lambda: any(gang.thread == thread for jobs in self.queue.jobs() for gang in jobs))
 
     def end(self, name: str) -> None:
         self._ends[name].set()
@@ -40,8 +41,11 @@ class Jobs:
         wait_for(lambda: len(self.started) >= len(names))
         return self.started == list(names)
 
-    def _run(self, name: str, gang: Gang) -> None:
-        with self.queue.turn(gang):
+    def thread_of(self, name: str) -> int | None:
+        return self._threads[name].ident
+
+    def _run(self, name: str, ranks: int, priority: int) -> None:
+        with self.queue.turn(Gang(ranks, lambda: self.slots, priority=priority)):
             self.started.append(name)
             self._ends[name].wait()
 
@@ -54,6 +58,19 @@ def jobs():
         created._ends[name].set()
     for name in list(created._threads):
         created._threads[name].join()
+
+
+def test_a_job_in_a_call_that_another_job_waits_for_starts_first_or_is_refused(jobs):
+    jobs.submit("fit", 3)
+    jobs.submit("needs all slots", 4)
+    with called_by(jobs.thread_of("fit")):
+        with jobs.queue.turn(Gang(1, lambda: jobs.slots)):
+            assert jobs.has_started("fit")
+        message = r"A job of 2 ranks cannot start in a function that a job of 3 ranks waits for, .* the 4 slots of"
+        with pytest.raises(LaunchError, match=message), jobs.queue.turn(Gang(2, lambda: jobs.slots)):
+            pass
+    running, waiting = jobs.queue.jobs()
+    assert [job.ranks for job in (*running, *waiting)] == [3, 4]
 
 
 def test_jobs_that_fit_run_at_the_same_time(jobs):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -41,6 +42,21 @@ def test_the_function_gets_every_epoch_once_and_ends_the_training(encrypt):
             assert not successor.report(history(4))
     assert [epoch for epoch, _ in seen] == [0, 1, 2, 3]
     assert seen[1][1] == {"loss": 0.5, "val_loss": 2.0}
+
+
+def test_a_call_has_the_context_of_the_server():
+    events = []
+
+    @contextmanager
+    def during_calls():
+        events.append("begin")
+        yield
+        events.append("end")
+
+    calls = EpochCalls(lambda *_: events.append("call"))
+    with serving(calls, during_calls=during_calls) as server, CallbackClient(server.address) as client:
+        client.report(history(1))
+    assert events == ["begin", "call", "end"]
 
 
 def test_a_request_to_end_in_an_epoch_that_a_killed_rank_reported_is_not_forgotten():
