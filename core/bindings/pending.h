@@ -1,9 +1,10 @@
 // The operations that are not done yet.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <deque>
+#include <cstddef>
 #include <memory>
 #include <string>
 #include <utility>
@@ -17,9 +18,12 @@ namespace sparkhvd::bindings {
 class PendingOperations {
  public:
   void Add(const std::shared_ptr<Operation>& operation) {
-    while (!operations_.empty() && Ended(operations_.front())) operations_.pop_front();
+    if (operations_.size() >= limit_) EraseEnded();
     operations_.emplace_back(operation);
   }
+
+  // Returns the number of entries, including some whose operations have ended.
+  size_t size() const { return operations_.size(); }
 
   // Records a direct call that waits for other ranks, until DirectCallEnded.
   void DirectCallWaits() {
@@ -48,14 +52,24 @@ class PendingOperations {
  private:
   using Time = Deadline::Clock::time_point;
 
+  // Even if the first operation never ends, an operation costs constant time on average.
+  void EraseEnded() {
+    operations_.erase(std::remove_if(operations_.begin(), operations_.end(), Ended),
+                      operations_.end());
+    limit_ = std::max(kSmallestLimit, 2 * operations_.size());
+  }
+
   static bool Ended(const std::weak_ptr<Operation>& entry) {
     const std::shared_ptr<Operation> operation = entry.lock();
     return !operation || operation->done();
   }
 
-  // In the order of submission, which is roughly the order of completion. The pointers are weak,
-  // because an operation without an owner is done.
-  std::deque<std::weak_ptr<Operation>> operations_;
+  static constexpr size_t kSmallestLimit = 16;
+
+  // In the order of submission. The pointers are weak, because an operation without an owner is
+  // done.
+  std::vector<std::weak_ptr<Operation>> operations_;
+  size_t limit_ = kSmallestLimit;  // twice the entries that remained when ended ones were erased
   std::atomic<Time> direct_since_{Time{}};
 };
 
