@@ -4,9 +4,35 @@ from __future__ import annotations
 
 import os
 import platform
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 _PROCESSES = Path("/proc")
+
+
+@dataclass(frozen=True)
+class ProcessIdentity:
+    """A process on any machine.
+
+    Attributes:
+        machine: its ``machine_id``.
+        pid: its process id.
+        started: its ``process_start``.
+    """
+
+    machine: str
+    pid: int
+    started: str
+
+    @classmethod
+    def own(cls) -> Self:
+        """Return the identity of this process."""
+        return cls(machine_id(), os.getpid(), process_start(os.getpid()))
+
+    def has_ended(self) -> bool:
+        """Return whether the process has ended, as far as this machine can know; False for other machines."""
+        return self.machine == machine_id() and not is_running(self.pid, self.started)
 
 
 def machine_id() -> str:

@@ -35,7 +35,8 @@ class DriverConnection:
 
     If a host becomes unreachable, the driver and the task notice it at the same time. If the driver ends, the task ends
     the job: a process that the driver has forked may keep Spark's JVM alive. If the task cannot connect at first, the
-    job continues without this connection: a task need not be able to reach the driver.
+    job continues without this connection, because a task need not be able to reach the driver; unless the driver ran on
+    this machine and has ended.
 
     Args:
         job: contains the addresses of the driver.
@@ -70,9 +71,11 @@ class DriverConnection:
             LaunchError: the driver's host is lost, or the job has ended.
         """
         client = self._opened.result()
-        if client is None:
-            return None
         where = f"Task {self._task.index} on host {self._task.host}"
+        if client is None:
+            if self._job.driver is not None and self._job.driver.has_ended():
+                raise DriverEndedError(f"{where} cannot connect to the driver of its job, which has ended.")
+            return None
         try:
             answer = client.ask(ExchangeIntroductions(own), Deadline(math.inf))
         except OSError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field, replace
 
+from sparkhvd._util.process_identity import ProcessIdentity
 from sparkhvd.comm.connect.commit_folder import CommitFolder
 from sparkhvd.config import Config
 from sparkhvd.task.log_files import LogFiles
@@ -30,6 +31,7 @@ class Job:
         preload: modules that a worker imports while it waits for the other workers.
         config: settings of the core and the launchers, the same on every rank.
         driver_addresses: the driver's addresses; if empty, output stays in the executors' logs.
+        driver: the driver's process.
         driver_connection: whether every task keeps a connection to the driver, over which tasks exchange introductions
             and each side notices the loss of the other.
         secret: authenticates connections to the driver. Barrier and elastic jobs derive the secret that the ranks share
@@ -50,6 +52,7 @@ class Job:
     preload: tuple[str, ...] = ()
     config: Config = field(default_factory=Config)
     driver_addresses: tuple[tuple[str, int], ...] = ()
+    driver: ProcessIdentity | None = None
     driver_connection: bool = False
     secret: bytes = field(default=b"", repr=False)
     streamed: tuple[str, ...] = ("stdout", "stderr")

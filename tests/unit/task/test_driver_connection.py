@@ -4,9 +4,11 @@ import queue
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from dataclasses import replace
 
 import pytest
 
+from sparkhvd._util.process_identity import ProcessIdentity
 from sparkhvd.driver.log_stream import LogStream
 from sparkhvd.driver.spark.task_exchange import TaskExchange
 from sparkhvd.errors import LaunchError
@@ -21,8 +23,8 @@ from sparkhvd.task.task_info import TaskInfo
 SECRET = b"k" * 32
 
 
-def connection_of(index: int, *ports: int) -> DriverConnection:
-    job = Job(b"", 2, driver_addresses=tuple(("127.0.0.1", port) for port in ports), secret=SECRET)
+def connection_of(index: int, *ports: int, driver: ProcessIdentity | None = None) -> DriverConnection:
+    job = Job(b"", 2, driver_addresses=tuple(("127.0.0.1", port) for port in ports), driver=driver, secret=SECRET)
     return DriverConnection(job, TaskInfo(index, ("here", "here"), 1, attempt=100 + index))
 
 
@@ -90,6 +92,21 @@ def test_no_exchange_happens_if_the_driver_does_not_answer():
         connection.attend(0, queue.SimpleQueue())
     with closing(connection_of(0)) as connection:
         assert connection.exchange_introductions(introduction(0)) is None
+
+
+def test_a_task_that_cannot_connect_ends_if_the_driver_has_ended_on_this_machine():
+    own = ProcessIdentity.own()
+    ended, elsewhere = replace(own, started="1"), ProcessIdentity("another machine", own.pid, "1")
+    for driver in (own, elsewhere):
+        with closing(connection_of(0, driver=driver)) as connection:
+            assert connection.exchange_introductions(introduction(0)) is None
+    with (
+        closing(connection_of(0, driver=ended)) as connection,
+        pytest.raises(
+            DriverEndedError, match=r"Task 0 on host here cannot connect to the driver .*, which has ended\."
+        ),
+    ):
+        connection.exchange_introductions(introduction(0))
 
 
 def test_a_task_waiting_for_the_exchange_learns_that_the_job_has_ended(exchange_server):
