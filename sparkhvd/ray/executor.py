@@ -74,7 +74,7 @@ class RayExecutor:
         max_workers: the largest number of ranks of an elastic job; None means all slots of the Ray cluster.
         reset_limit: the largest number of changes of the ranks of an elastic job.
         cooldown_range: as in ``sparkhvd.run_elastic``.
-        elastic_timeout: as in ``sparkhvd.run_elastic``.
+        elastic_timeout: as in ``sparkhvd.run_elastic``; a job that is not elastic ignores it with a warning.
         override_discovery: must be True: Ray's nodes provide the slots of elastic jobs.
         placement_group_timeout_s: replaces the value in ``settings``.
         stdout: destination of the ranks' stdout, as in ``sparkhvd.run``.
@@ -141,6 +141,8 @@ class RayExecutor:
         for name, value in (("reset_limit", reset_limit), ("cooldown_range", cooldown_range)):
             if value is not None:
                 raise ConfigError(f"{name} is for elastic jobs. Set min_workers or max_workers, too, or leave it out.")
+        if elastic_timeout is not None:  # programs for Horovod may pass it to all of their executors
+            logger.warning("elastic_timeout has no effect without min_workers or max_workers: this job is not elastic.")
         self._layout = layout_of(
             num_workers=num_workers,
             num_hosts=num_hosts,

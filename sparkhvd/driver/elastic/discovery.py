@@ -118,7 +118,8 @@ class DiscoveryScript:
         if process.returncode != 0:
             raise LaunchError(
                 f"The host discovery script ended with exit code {process.returncode}: "
-                f"{stderr.strip()[-_MAX_SHOWN:] or 'it wrote nothing to stderr'}"
+                f"{stderr.strip()[-_MAX_SHOWN:].removesuffix('.') or 'it wrote nothing to stderr'}. "
+                "Run it on this host to find the cause; it must print one host per line and exit with 0."
             )
         return parse_discovered(stdout, self._default_slots)
 
@@ -142,7 +143,10 @@ def _outputs(process: subprocess.Popen[bytes], seconds: float) -> tuple[str, str
         LaunchError: the script does not end in time, or writes too much.
     """
     deadline = Deadline.after(seconds)
-    is_late = LaunchError(f"The host discovery script did not end within {seconds:g} s and was killed.")
+    is_late = LaunchError(
+        f"The host discovery script did not end within {seconds:g} s and was killed. It runs once per second: let it "
+        "print hosts that another program finds, or limit the time of its requests."
+    )
     outputs = {stream.fileno(): bytearray() for stream in (process.stdout, process.stderr) if stream is not None}
     with selectors.DefaultSelector() as selector:
         for number in outputs:
@@ -156,7 +160,10 @@ def _outputs(process: subprocess.Popen[bytes], seconds: float) -> tuple[str, str
                     selector.unregister(key.fd)
                 outputs[key.fd] += chunk
             if sum(map(len, outputs.values())) > _MAX_OUTPUT:
-                raise LaunchError(f"The host discovery script wrote more than {_MAX_OUTPUT:,} bytes and was killed.")
+                raise LaunchError(
+                    f"The host discovery script wrote more than {_MAX_OUTPUT:,} bytes and was killed. It must print "
+                    "only one 'host' or 'host:slots' per line."
+                )
     if not child_ends_within(process.pid, deadline.remaining()):  # its group may still have processes to kill
         raise is_late
     stdout, stderr = (output.decode(errors="replace") for output in outputs.values())

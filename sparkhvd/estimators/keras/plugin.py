@@ -473,7 +473,8 @@ def _try_out(
         targets = _tensors(targets)  # user-defined losses and metrics receive tensors in training, too
         ones = package.outputs.arranged([np.ones(rows, np.float32)] * len(package.outputs.ports))
         weights = {"sample_weight": _tensors(ones)} if schema.of("weight") else {}
-        divide_over_ranks(model, CurrentBatch())  # as in training
+        accumulates = params is not None and params.get("backward_passes_per_step") not in {None, 1}
+        divide_over_ranks(model, CurrentBatch(), accumulates=accumulates)  # as in training
         model.compute_loss(features, targets, predicted, **weights)
         metrics = model.compute_metrics(features, targets, predicted)
     except SparkHvdError:

@@ -93,6 +93,13 @@ def test_names_that_are_missing_are_explained():
         sparkhvd.ray.RayExecuter  # noqa: B018
 
 
+def test_a_job_that_is_not_elastic_warns_of_an_elastic_timeout(caplog):
+    RayExecutor(num_workers=1, elastic_timeout=60)
+    assert caplog.messages == [
+        "elastic_timeout has no effect without min_workers or max_workers: this job is not elastic."
+    ]
+
+
 def test_an_executor_with_min_workers_runs_elastic_jobs(monkeypatch):
     calls = []
 

@@ -594,6 +594,23 @@ def test_double_labels_are_cast_like_in_model_fit():
     assert PLUGIN.check(params, data, {"x": rows(5)["x"], "y": np.ones((5, 1))}) == [(1,)]
 
 
+def test_several_losses_with_masks_are_not_accumulated():
+    data = schema(
+        x=("feature", "float64", (6,), "array"),
+        y=("label", "int64", (), "scalar"),
+        z=("label", "int64", (), "scalar"),
+    )
+    inputs = keras.Input((6,))
+    model = keras.Model(inputs, [keras.layers.Dense(3, name="y")(inputs), keras.layers.Dense(3, name="z")(inputs)])
+    losses = [keras.losses.SparseCategoricalCrossentropy(ignore_class=0) for _ in range(2)]
+    params = parameters(data, model=model, loss=losses, metrics=None)
+    assert PLUGIN.check(params, data, None) == [(3,), (3,)]
+    with pytest.raises(
+        ParamError, match=r"has a mask, and the model has several losses\. backward_passes_per_step > 1"
+    ):
+        PLUGIN.check({**params, "backward_passes_per_step": 2}, data, None)
+
+
 def test_a_retired_parameter_accepts_none_as_its_default():
     KerasEstimator(shuffle_buffer_size=None, reader_pool_type=None)
     with pytest.raises(ParamError, match="reader_pool_type has no meaning"):
