@@ -153,10 +153,14 @@ class HDFSStore(FilesystemStore):
         return _HdfsRanges(self._filesystem().client.read(location))
 
     def _find(self, top: str, _: int) -> Iterable[str]:
-        try:
-            return [entry.path for entry in self._filesystem().client.list_status(top or "/", True) if not entry.isdir]
-        except FileNotFoundError:
-            return []
+        # The client's own recursion fails if another process removes one of the folders meanwhile.
+        files: list[str] = []
+        folders = [top or "/"]
+        while folders:
+            with suppress(FileNotFoundError):
+                for entry in self._filesystem().client.list_status(folders.pop(), False):
+                    (folders if entry.isdir else files).append(entry.path)
+        return files
 
     def _create(self, filesystem: Any, location: str, content: bytes, name: str) -> None:  # noqa: ARG002
         folder = location.rpartition("/")[0]
