@@ -17,8 +17,9 @@ _POLL_SECONDS = 0.05  # nothing reports the removal of a folder
 def rename_once(temporary: Path, target: Path) -> None:
     """Rename a file to an unused name.
 
-    Only one writer can create the folder ``.<name>.claim``; that writer checks the name and renames the file. The claim
-    of a killed writer is removed after a minute.
+    Only one writer can create the folder ``.<name>.claim``; that writer checks the name and renames the file. A claim
+    that another writer has seen unchanged for a minute by its own clock is that of a killed writer, and is removed. The
+    times of files are no measure, because the clocks of machines may differ.
 
     A claim contains a folder with a unique name, its token. So a writer that removes the old claim of a killed writer
     cannot remove the new claim of another writer that did so first: its token differs, and a folder that is not empty
@@ -31,10 +32,14 @@ def rename_once(temporary: Path, target: Path) -> None:
     claim = target.with_name(f".{target.name}.claim")
     token = claim / uuid.uuid4().hex
     deadline = Deadline.after(3 * _CLAIM_SECONDS)
+    seen, expiry = _tokens(claim), Deadline.after(_CLAIM_SECONDS)
     while not _acquire(claim, token):
         _refuse_existing(target)
         deadline.check(f"the removal of {claim}")
-        _remove_expired(claim)
+        if (tokens := _tokens(claim)) != seen:
+            seen, expiry = tokens, Deadline.after(_CLAIM_SECONDS)
+        elif expiry.expired():
+            _remove(claim, *seen)
         time.sleep(_POLL_SECONDS)
     try:
         _refuse_existing(target)
@@ -59,12 +64,11 @@ def _acquire(claim: Path, token: Path) -> bool:
     return held
 
 
-def _remove_expired(claim: Path) -> None:
-    """Remove a claim that is so old that its writer must have been killed."""
+def _tokens(claim: Path) -> list[Path]:
+    """Return the tokens in a claim, normally one."""
     with suppress(FileNotFoundError):
-        tokens = list(claim.iterdir())  # before its age is read, since another claim may replace it at any time
-        if time.time() - claim.stat().st_mtime > _CLAIM_SECONDS:
-            _remove(claim, *tokens)
+        return sorted(claim.iterdir())
+    return []
 
 
 def _remove(claim: Path, *tokens: Path) -> None:

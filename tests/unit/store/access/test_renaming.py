@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from sparkhvd import deadline
 from sparkhvd.store.access import renaming
 
 
@@ -53,28 +53,60 @@ def test_a_writer_that_finds_a_claim_waits_for_its_outcome(tmp_path, monkeypatch
 
 
 def leave_claim(target, *tokens):
-    """Leave the claim of a writer that was killed two minutes ago."""
+    """Leave the claim of a killed writer."""
     claim = target.with_name(f".{target.name}.claim")
     claim.mkdir()
     for token in tokens:
         (claim / token).mkdir()
-    os.utime(claim, (time.time() - 120, time.time() - 120))
     return claim
 
 
+@pytest.fixture
+def pass_time(monkeypatch):
+    """Return a function that lets seconds pass instead of waiting."""
+    now = [1000.0]
+    clock = SimpleNamespace(sleep=lambda _seconds: None, monotonic=lambda: now[0])  # not for all threads
+    monkeypatch.setattr(renaming, "time", clock)
+    monkeypatch.setattr(deadline, "time", clock)
+
+    def let_pass(seconds):
+        now[0] += seconds
+
+    clock.sleep = lambda _seconds: let_pass(31)
+    return let_pass
+
+
 @pytest.mark.parametrize("tokens", [(), ("killed",)])
-def test_the_claim_of_a_killed_writer_is_removed(tmp_path, monkeypatch, tokens):
+def test_the_claim_of_a_killed_writer_is_removed(tmp_path, pass_time, tokens):
     target, temporary = tmp_path / "m", tmp_path / "t"
     temporary.write_text("second")
     claim = leave_claim(target, *tokens)
-    monkeypatch.setattr(renaming, "_POLL_SECONDS", 0.0)
     renaming.rename_once(temporary, target)
     assert target.read_text() == "second"
     assert not claim.exists()
 
 
+def test_a_claim_is_kept_however_old_it_is_by_the_clock_of_another_machine(tmp_path, monkeypatch, pass_time):
+    target, temporary = tmp_path / "m", tmp_path / "t"
+    temporary.write_text("second")
+    claim = leave_claim(target, "of a live writer")
+    os.utime(claim, (0, 0))
+
+    def rename_first(_seconds):
+        assert (claim / "of a live writer").exists()
+        target.write_text("first")
+        renaming._remove(claim, claim / "of a live writer")
+
+    monkeypatch.setattr(renaming.time, "sleep", rename_first)
+    with pytest.raises(FileExistsError, match=str(target)):
+        renaming.rename_once(temporary, target)
+    assert target.read_text() == "first"
+
+
 @pytest.mark.parametrize("tokens", [(), ("killed",)])
-def test_a_writer_that_removes_an_old_claim_late_does_not_remove_its_successor(tmp_path, monkeypatch, tokens):
+def test_a_writer_that_removes_an_old_claim_late_does_not_remove_its_successor(
+    tmp_path, monkeypatch, pass_time, tokens
+):
     target, temporary = tmp_path / "m", tmp_path / "t"
     temporary.write_text("late")
     claim = leave_claim(target, *tokens)
@@ -85,17 +117,18 @@ def test_a_writer_that_removes_an_old_claim_late_does_not_remove_its_successor(t
         if claim not in {folder, folder.parent}:  # by another thread
             return rmdir(folder)
         monkeypatch.setattr(Path, "rmdir", rmdir)
-        renaming._remove_expired(claim)
+        renaming._remove(claim, *renaming._tokens(claim))
         assert renaming._acquire(claim, others)
         return rmdir(folder)
 
     def publish_first(_seconds):
-        assert others.exists()
-        target.write_text("first")
-        renaming._remove(claim, others)
+        pass_time(31)
+        if others.exists():
+            target.write_text("first")
+            renaming._remove(claim, others)
 
     monkeypatch.setattr(Path, "rmdir", remove_after_another_writer)
-    monkeypatch.setattr(renaming, "time", SimpleNamespace(sleep=publish_first, time=time.time))  # not for all threads
+    monkeypatch.setattr(renaming.time, "sleep", publish_first)
     with pytest.raises(FileExistsError, match=str(target)):
         renaming.rename_once(temporary, target)
     assert target.read_text() == "first"
