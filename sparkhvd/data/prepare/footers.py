@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -13,7 +14,7 @@ import numpy as np
 from sparkhvd._util.background import in_threads
 from sparkhvd.data.schema.calendars import julian_leaves
 from sparkhvd.data.schema.columns import open_parquet
-from sparkhvd.errors import DataError
+from sparkhvd.errors import DataError, StoreError
 from sparkhvd.store.protocol import Store
 
 if TYPE_CHECKING:
@@ -72,7 +73,8 @@ def read_footers(store: Store, paths: Sequence[str]) -> list[Footer]:
     """Read the footers of these files of a Store, in their order.
 
     Raises:
-        DataError: a file is not Parquet, was cut off, or cannot be read; the message names its URL.
+        DataError: a file is not Parquet, or was cut off; the message names its URL.
+        StoreError: a file cannot be opened or read, for example because there are too many open files.
     """
     return in_threads(lambda path: _read(store, path), paths, _THREADS, "sparkhvd-footers")
 
@@ -89,6 +91,8 @@ def _read(store: Store, path: str) -> Footer:
             opened = open_parquet(file)
             return _footer(path, size, opened.metadata, opened.schema_arrow)
     except (OSError, pa.ArrowException) as error:
+        if (code := getattr(error, "errno", None)) is not None:  # of the system, not of the content
+            raise StoreError(f"Cannot read {store.url}/{path}: {os.strerror(code)}.") from error
         raise DataError(
             f"{store.url}/{path} cannot be read as a Parquet file ({error}). It is damaged, was cut off, or is "
             "something else; write it again, or leave it out of the folder."

@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeVar
@@ -82,8 +83,8 @@ class LocalStore(Store):
                 raise StoreError(
                     f"file://{folder} is a file, but a Store needs a folder. Pass another path, or remove the file."
                 )
-            with _reporting("use the folder", f"file://{folder}"), _temporarily_created(Path(folder)):
-                if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+            with _reporting("use the folder", f"file://{folder}"):
+                if not _retry_if_folder_vanishes(partial(_is_usable, Path(folder))):
                     raise StoreError(
                         f"The Store file://{folder} is not readable and writable for this user; choose another folder."
                     )
@@ -274,15 +275,25 @@ def absolute_path(path_or_url: str) -> str:
 
 
 def files_below(top: Path) -> Iterator[Path]:
-    """Yield all regular files below a folder, also through links; links to a folder above themselves are skipped."""
+    """Yield all regular files below a folder, also through links; links back to a folder on the way are skipped.
+
+    A broken link counts as a file, because a reader must notice that its rows are missing.
+    """
     for folder, folders, names in os.walk(top, onerror=_raise_unless_missing, followlinks=True):
         parent = Path(folder)
         folders[:] = [name for name in folders if not _is_loop(parent / name)]
-        yield from (file for name in names if (file := parent / name).is_file())
+        yield from (file for name in names if (file := parent / name).is_file() or _is_broken_link(file))
 
 
 def _is_loop(folder: Path) -> bool:
-    return folder.is_symlink() and folder.parent.resolve().is_relative_to(folder.resolve())
+    if not folder.is_symlink():
+        return False
+    target = folder.resolve()
+    return any(parent.resolve().is_relative_to(target) for parent in folder.parents)
+
+
+def _is_broken_link(file: Path) -> bool:
+    return file.is_symlink() and not file.exists()
 
 
 def _retry_if_folder_vanishes(write: Callable[[], T]) -> T:
@@ -310,13 +321,30 @@ def _remove(target: Path) -> None:
 
 
 def _with_folder(target: Path) -> Path:
+    _create_folder(target.parent)
+    return target
+
+
+def _create_folder(folder: Path) -> None:
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
         # pathlib also raises this error for a folder that vanishes between its two checks.
-        if not stat.S_ISDIR(target.parent.stat().st_mode):
+        if not stat.S_ISDIR(folder.stat().st_mode):
             raise
-    return target
+
+
+def _is_usable(folder: Path) -> bool:
+    """Return whether this user can read and write a folder; a missing one is created for this check.
+
+    Raises:
+        FileNotFoundError: another process that checks the same folder has removed it.
+    """
+    with _temporarily_created(folder):
+        usable = os.access(folder, os.R_OK | os.W_OK | os.X_OK)
+        if not usable:
+            folder.stat()
+        return usable
 
 
 def _unfinished_name(target: Path) -> Path:
@@ -348,7 +376,7 @@ def _sync_folder(folder: Path) -> None:
 def _temporarily_created(folder: Path) -> Iterator[None]:
     """Create a folder; on exit, remove the created folders unless others use them."""
     missing = [location for location in (folder, *folder.parents) if not location.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
+    _create_folder(folder)
     try:
         yield
     finally:

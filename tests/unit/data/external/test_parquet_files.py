@@ -294,6 +294,12 @@ def test_missing_and_other_files_are_reported_with_the_path(tmp_path, folder):
         opened(folder)
 
 
+def test_a_broken_link_is_an_error_because_its_rows_are_missing(folder):
+    (folder / "part-3.parquet").symlink_to(folder / "elsewhere.parquet")
+    with pytest.raises(StoreError, match=r"Cannot read file://.*/part-3\.parquet: No such file or directory\.$"):
+        opened(folder)
+
+
 def test_a_truncated_file_is_named_before_any_row_is_read(folder):
     content = (folder / "part-2.parquet").read_bytes()
     (folder / "part-2.parquet").write_bytes(content[:-20])

@@ -58,6 +58,30 @@ def test_a_folder_that_is_not_writable_is_refused():
         Store.create("/proc/sys")
 
 
+def test_a_new_folder_that_another_process_removes_after_its_own_check_is_usable(tmp_path, monkeypatch):
+    folder = tmp_path / "new" / "store"
+    access = os.access
+
+    def access_after_a_removal(path, mode):
+        monkeypatch.setattr(os, "access", access)
+        folder.rmdir()
+        folder.parent.rmdir()
+        return access(path, mode)
+
+    monkeypatch.setattr(os, "access", access_after_a_removal)
+    assert Store.create(str(folder)).list("") == []
+    assert not list(tmp_path.iterdir())
+
+
+def test_folders_with_links_to_each_other_are_listed_once_per_path(tmp_path):
+    for name, other in (("a", "b"), ("b", "a")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x").touch()
+        (tmp_path / name / "other").symlink_to(tmp_path / other)
+    (tmp_path / "all").symlink_to(tmp_path)
+    assert Store.create(str(tmp_path)).list("") == ["a/other/x", "a/x", "b/other/x", "b/x"]
+
+
 @pytest.mark.parametrize(("url", "message"), [("file://host/x", "names the host 'host'"), ("", "names no folder")])
 def test_urls_that_are_not_local_folders_are_refused(url, message):
     with pytest.raises(StoreError, match=message):
