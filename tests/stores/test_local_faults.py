@@ -17,7 +17,9 @@ from pyarrow import parquet
 
 from sparkhvd.data.reuse import leases
 from sparkhvd.errors import StoreError
+from sparkhvd.estimators.training import job_files
 from sparkhvd.store import LocalStore, Store, layout
+from sparkhvd.store.access import remote_file
 
 
 @pytest.fixture
@@ -87,6 +89,33 @@ def test_the_error_of_a_full_disk_for_buffered_uploads_names_its_folder(small_di
     with pytest.raises(StoreError, match=message):
         write_too_much()
     assert store.list("") == []
+
+
+def test_a_disk_that_is_full_at_the_end_of_a_buffered_upload_is_named(small_disk, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(small_disk))
+    monkeypatch.setattr(remote_file, "SPOOL_BYTES", 1)
+    store = Store.create("memory://full-disk-at-the-end")
+
+    def write_until_full():
+        with store.open("x", "wb") as file:
+            file.write(bytes(2))
+            fill_disk(small_disk / "filler")
+            file.write(bytes(6000))  # fits into Python's own buffer, so that only close() needs the disk
+
+    with pytest.raises(StoreError, match=rf"Cannot buffer .*/x in {small_disk}: No space left on device"):
+        write_until_full()
+    assert store.list("") == []
+
+
+def test_a_model_that_does_not_fit_on_the_local_disk_is_an_error_that_names_the_folder(small_disk, tmp_path):
+    store = LocalStore(str(tmp_path / "store"))
+    file = job_files.write(store, "model/weights", bytes(2_000_000))
+    with (
+        pytest.raises(StoreError, match=rf"Cannot write the model to .* {small_disk}/sparkhvd-.*: No space left on"),
+        job_files.local_copies(store, (file,), str(small_disk)),
+    ):
+        pytest.fail("the copies are incomplete")
+    assert not list(small_disk.iterdir())
 
 
 def test_a_removed_folder_is_named_in_errors_and_created_again_by_a_later_write(tmp_path):

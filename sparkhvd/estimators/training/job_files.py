@@ -255,9 +255,13 @@ def local_copies(store: FileSource, files: tuple[StoredFile, ...], within: str |
         store: the Store or other source of the files.
         files: the files; their names in the folder are the last parts of their paths.
         within: the parent of the new folder; None means the system's folder for temporary files.
+
+    Raises:
+        StoreError: a file cannot be read, has changed, or the local disk is full.
     """
     with tempfile.TemporaryDirectory(prefix="sparkhvd-model-", dir=within) as folder:
-        for file in files:
-            with (Path(folder) / file.path.rpartition("/")[2]).open("wb") as target:
-                file.copy_to(target, store)
+        with naming_full_disk(folder):
+            for file in files:
+                with (Path(folder) / file.path.rpartition("/")[2]).open("wb") as target:
+                    file.copy_to(target, store)
         yield Path(folder)

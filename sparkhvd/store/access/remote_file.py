@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 import tempfile
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import IO, Any, Protocol
 
@@ -90,13 +90,8 @@ class SpooledFile(io.RawIOBase):
         return True
 
     def write(self, content: Any) -> int:  # any object with a buffer
-        try:
+        with self._reporting_full_disk():
             return self._spool.write(content)
-        except OSError as error:
-            raise StoreError(
-                f"Cannot buffer the content of {self._url} in {tempfile.gettempdir()}: {error.strerror or error}. Free "
-                "space there, or set TMPDIR to another folder."
-            ) from error
 
     def tell(self) -> int:
         return self._spool.tell()
@@ -107,11 +102,23 @@ class SpooledFile(io.RawIOBase):
         try:
             if not self._dropped:
                 size = self._spool.tell()
-                self._spool.seek(0)
+                with self._reporting_full_disk():
+                    self._spool.seek(0)  # writes the end of the content to the disk
                 self._commit(self._spool, size)
         finally:
-            self._spool.close()
+            with suppress(OSError):  # of content that is dropped
+                self._spool.close()
             super().close()
+
+    @contextmanager
+    def _reporting_full_disk(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise StoreError(
+                f"Cannot buffer the content of {self._url} in {tempfile.gettempdir()}: {error.strerror or error}. Free "
+                "space there, or set TMPDIR to another folder."
+            ) from error
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
