@@ -309,8 +309,8 @@ def _publish(lease: Lease) -> Lease:
 
 
 def _owner() -> str:
-    """Return a unique name for a lease; names sort by time."""
-    return f"{time.time():017.6f}-{uuid.uuid4().hex[:16]}"
+    """Return a unique name for a lease; the names of a process sort by time, even if the clock is set back."""
+    return f"{time.monotonic():017.6f}-{uuid.uuid4().hex[:16]}"
 
 
 def _record(keep_seconds: float) -> bytes:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import pickle
 import shutil
@@ -151,7 +152,11 @@ def test_a_removal_restores_the_manifest_if_another_lease_appears_meanwhile(stor
     assert store.list("") == []
 
 
-def test_datasets_held_by_this_process_are_listed_latest_first(store, make_dataset):
+def test_datasets_held_by_this_process_are_listed_latest_first_even_if_the_clock_is_set_back(
+    store, make_dataset, monkeypatch
+):
+    clock = itertools.count(2_000_000_000, -10)
+    monkeypatch.setattr(leases, "time", SimpleNamespace(time=lambda: next(clock), monotonic=time.monotonic))
     make_dataset(dataset_id="d")
     make_dataset(dataset_id="e")
     held = [leases.take(store, name, 10.0) for name in ("d", "e", "d")]
