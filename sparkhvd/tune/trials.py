@@ -266,8 +266,11 @@ class Trials:
                 starts = self._left > 0 and not end.expired()
                 promoted = self._ladder.promote(is_closed=not starts and self._running == 0)
                 if promoted is not None or starts:
-                    self._running += 1
-                    return self._new() if promoted is None else replace(self._paused.pop(promoted[0]), rung=promoted[1])
+                    attempt = (
+                        self._new() if promoted is None else replace(self._paused.pop(promoted[0]), rung=promoted[1])
+                    )
+                    self._running += 1  # only now, because Optuna's storage may fail
+                    return attempt
                 if self._running == 0:
                     break
                 self._changed.wait(_POLL_SECONDS)

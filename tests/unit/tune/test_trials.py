@@ -71,3 +71,20 @@ def test_a_search_that_is_killed_before_its_trial_has_a_run_starts_the_trial_aga
     assert [trial.state.name for trial in study.trials] == ["RUNNING", "FAIL", "WAITING"]
     resumed = following._new()
     assert (resumed.run_id, resumed.trial.suggest_float("lr", 0.0, 1.0)) == ("run-0002", 0.1)
+
+
+def test_an_error_of_optunas_storage_ends_the_search_at_once(monkeypatch):
+    waited = []
+    monkeypatch.setattr(trials, "inheriting", lambda _, act: act)
+    monkeypatch.setattr(trials, "add_tag", lambda *_: None)
+    monkeypatch.setattr(trials, "cancel", lambda _spark, _tag, ended: waited.append(is_done_within(ended, 10.0)))
+    study = optuna.create_study()
+
+    def fail():
+        raise OSError("database or disk is full")
+
+    monkeypatch.setattr(study, "ask", fail)
+    search = search_in(study)
+    with pytest.raises(OSError, match="disk is full"):
+        search.run(trials.Limits(2, 2, None))
+    assert waited == [True], "no trial is in progress"
