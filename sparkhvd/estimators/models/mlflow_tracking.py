@@ -132,7 +132,8 @@ def track(
 
 def _earlier_run(mlflow: ModuleType, parent: RunInfo, run_id: str) -> str | None:
     """Return the MLflow run of an earlier fit of a run within the same parent; None if there is none."""
-    condition = f"tags.`{_TAG}` = '{run_id}' and tags.`{_PARENT_TAG}` = '{parent.run_id}'"
+    quote = '"' if "'" in run_id else "'"
+    condition = f"tags.`{_TAG}` = {quote}{run_id}{quote} and tags.`{_PARENT_TAG}` = '{parent.run_id}'"
     found = mlflow.search_runs([parent.experiment_id], condition, max_results=1, output_format="list")
     return str(found[0].info.run_id) if found else None
 

@@ -470,13 +470,13 @@ def test_a_later_fit_of_the_same_trial_continues_its_run(mlflow, model, monkeypa
     client = mlflow.MlflowClient()
     client.update_run(parent.info.run_id, status="RUNNING")
     for fitted, epochs in ((first, 1), (model, 2)):
-        track(fitted, {"run_id": "one", "epochs": epochs}, parent.info.run_id, part)
+        track(fitted, {"run_id": "it's one", "epochs": epochs}, parent.info.run_id, part)
     track(model, {"run_id": "another", "epochs": 2}, parent.info.run_id, part)
     condition = f"tags.mlflow.parentRunId = '{parent.info.run_id}'"
     runs = {run.data.tags["sparkhvd.run_id"]: run for run in client.search_runs(["0"], condition)}
-    assert set(runs) == {"one", "another"}
+    assert set(runs) == {"it's one", "another"}
     assert [(run.info.status, run.data.params["epochs"]) for run in runs.values()] == [("FINISHED", "2")] * 2
-    losses = client.get_metric_history(runs["one"].info.run_id, "val_loss")
+    losses = client.get_metric_history(runs["it's one"].info.run_id, "val_loss")
     assert [(metric.step, metric.value) for metric in losses] == [(0, 2.5), (1, 1.5)]
 
 
