@@ -81,8 +81,12 @@ class Prefetcher(Generic[T]):
         self._waiting_for = waiting_for
         self._threads = [threading.Thread(target=self._work, name=name, daemon=True) for _ in range(threads)]
         self._running = threads
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                thread.start()
+        except RuntimeError:  # the system starts no more threads; those that have started must not stay
+            self.stop()
+            raise
 
     def __iter__(self) -> Iterator[T]:
         while True:

@@ -192,19 +192,22 @@ class RowSource:
         chunks = Prefetcher(
             jobs, limit=share, threads=reading.threads, name=name, timeout=reading.timeout, waiting_for=wait_for
         )
-        windows = self._plan.windows(self._rank, number, first_step)
-        cut = partial(_groups, windows, chunks, self._schema, reading, self._empty_arrays)
-        groups = Prefetcher(
-            [cut], limit=share, threads=1, name=name, timeout=reading.timeout + 1.0, waiting_for=wait_for
-        )
         try:
-            with stop.calling(groups.stop):
-                for group in groups:
-                    yield from group
+            windows = self._plan.windows(self._rank, number, first_step)
+            cut = partial(_groups, windows, chunks, self._schema, reading, self._empty_arrays)
+            groups = Prefetcher(
+                [cut], limit=share, threads=1, name=name, timeout=reading.timeout + 1.0, waiting_for=wait_for
+            )
+            try:
+                with stop.calling(groups.stop):
+                    for group in groups:
+                        yield from group
+            finally:
+                chunks.stop()  # the thread of the groups may wait for a chunk
+                groups.stop()
+                groups.join()
         finally:
             chunks.stop()
-            groups.stop()
-            groups.join()
             chunks.join()
 
 

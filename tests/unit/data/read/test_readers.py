@@ -23,6 +23,7 @@ from sparkhvd.data.read.resume import EpochRemainder
 from sparkhvd.errors import ConfigError, DataError, StoreError
 from sparkhvd.world import World
 from tests.unit.data.conftest import SCHEMA, expected, table_of
+from tests.waiting import wait_for
 
 FILES = ((40, 1, 59), (100,), (7, 93))
 
@@ -182,6 +183,21 @@ def test_dropping_the_iterator_ends_the_thread(store, make_dataset):
     del batches
     gc.collect()
     assert reader_threads() == []
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_no_thread_stays_if_the_system_starts_no_more_of_them(store, make_dataset, monkeypatch, most):
+    start, manifest = threading.Thread.start, make_dataset(FILES)
+
+    def start_at_most(thread):
+        if thread.name.startswith("sparkhvd-read-") and len(reader_threads()) == most:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_at_most)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        next(source_of(store, manifest, threads=2, prefetch_bytes=1).epoch(0))
+    wait_for(lambda: reader_threads() == [])
 
 
 def test_a_consumer_that_raises_ends_the_thread(store, make_dataset):
