@@ -31,6 +31,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from typing import Protocol, Self
 
+from sparkhvd._util.background import in_threads
 from sparkhvd._util.process_identity import is_running, machine_id, process_start
 from sparkhvd.errors import SparkHvdError, StoreError
 from sparkhvd.store import layout
@@ -45,6 +46,7 @@ RENEW_SECONDS = 24 * 3600.0
 _CHECK_SECONDS = 3600.0
 _RELEASE_SECONDS = 300.0  # a release may remove the dataset
 _FAILED_SECONDS = 20.0  # after an error, or Ctrl-C: a Store that does not respond may be the reason
+_THREADS = 16  # a remote Store takes a while for each request, and may have leases on a thousand datasets
 _RELEASED = "released"
 # The suffix of a lease for one use, which any rank may take; it has the retention time of the other leases.
 _USE = "-use"
@@ -260,11 +262,11 @@ def remove_expired(store: Store, may_live: Callable[[str], bool] = lambda _cache
         may_live: returns whether a cache (see ``Lease``) may still exist.
     """
     now = time.time()
-    return [
-        dataset
-        for dataset in _leased(store)
-        if _expired(store, dataset, now, may_live) and remove_unused(store, dataset, now)
-    ]
+
+    def remove_if_expired(dataset: str) -> bool:
+        return _expired(store, dataset, now, may_live) and remove_unused(store, dataset, now)
+
+    return _removed(remove_if_expired, _leased(store))
 
 
 def remove_all_unused(store: Store) -> list[str]:
@@ -277,7 +279,7 @@ def remove_all_unused(store: Store) -> list[str]:
     # Listed before the leases: a dataset gets a lease before its first file, and then always has a manifest or a lease.
     with_files = dict.fromkeys(map(layout.dataset_of_rows, store.list(layout.DATASETS)))
     leased = _leased(store)
-    removed = [dataset for dataset in leased if remove_unused(store, dataset, now)]
+    removed = _removed(lambda dataset: remove_unused(store, dataset, now), leased)
     for dataset in with_files:
         if dataset is None or dataset in leased or store.exists(layout.manifest_path(dataset)):
             continue
@@ -301,6 +303,12 @@ def remove_unused(store: Store, dataset_id: str, now: float) -> bool:
     store.delete(layout.dataset_folder(dataset_id))
     store.delete(layout.lease_folder(dataset_id))
     return True
+
+
+def _removed(remove: Callable[[str], bool], datasets: list[str]) -> list[str]:
+    """Call ``remove`` for all datasets, and return those for which it returns true."""
+    outcomes = in_threads(remove, datasets, _THREADS, "sparkhvd-unused")
+    return [dataset for dataset, is_removed in zip(datasets, outcomes, strict=True) if is_removed]
 
 
 def _publish(lease: Lease) -> Lease:

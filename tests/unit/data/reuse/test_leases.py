@@ -152,6 +152,23 @@ def test_a_removal_restores_the_manifest_if_another_lease_appears_meanwhile(stor
     assert store.list("") == []
 
 
+def test_a_slow_store_is_asked_about_many_datasets_at_the_same_time(store, make_dataset, monkeypatch):
+    names = [f"d{number}" for number in range(8)]
+    for name in names:
+        make_dataset(dataset_id=name)
+        leases.take(store, name, 0.001).withdraw()
+        store.publish(layout.lease_path(name, "released"), b'{"time": 0, "keep_seconds": 1}')
+    together, exists = threading.Barrier(8), type(store).exists
+
+    def exists_late(store, path):
+        together.wait(30)
+        return exists(store, path)
+
+    monkeypatch.setattr(type(store), "exists", exists_late)
+    assert leases.remove_expired(store) == names
+    assert store.list("") == []
+
+
 def test_datasets_held_by_this_process_are_listed_latest_first_even_if_the_clock_is_set_back(
     store, make_dataset, monkeypatch
 ):
