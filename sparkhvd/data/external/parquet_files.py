@@ -416,13 +416,16 @@ def _with_shapes(store: Store, schema: DataSchema, footers: Iterable[Footer]) ->
             for batch in _batches(columns.open_parquet(file), names):
                 for column in list(unknown.values()):
                     values = columns.stored(batch, column).drop_null()
-                    if len(values):
-                        complete_columns.append(_with_shape(values, column, f"{store.url}/{footer.path}"))
+                    if complete := _with_shape(values, column, f"{store.url}/{footer.path}"):
+                        complete_columns.append(complete)
                         del unknown[column.name]
                 if not unknown:
                     break
     if unknown:
-        raise DataError(f"Column {next(iter(unknown))!r} is NULL in all rows, so its shape is unknown. Leave it out.")
+        raise DataError(
+            f"Column {next(iter(unknown))!r} or its inner arrays are NULL in all rows, so its shape is unknown. "
+            "Leave it out."
+        )
     return schema.replaced(complete_columns)
 
 
@@ -432,15 +435,19 @@ def _batches(file: parquet.ParquetFile, names: list[str]) -> Iterator[pa.RecordB
         yield from file.iter_batches(_SEARCH_ROWS, row_groups=[index], columns=names)
 
 
-def _with_shape(values: pa.Array, column: ColumnSpec, url: str) -> ColumnSpec:
-    """Return the column with the lengths of the first arrays that are not NULL."""
+def _with_shape(values: pa.Array, column: ColumnSpec, url: str) -> ColumnSpec | None:
+    """Return the column with the lengths of the first arrays that are not NULL; None if there are no such arrays."""
+    if not len(values):
+        return None
     if column.codec is not None:
         header = codecs.peek(values[0].as_py(), column.codec)
         return replace(column, shape=header.shape, dtype=str(header.dtype))
     shape = []
     for _ in range(column.depth):
+        if not len(values):
+            return None
         lengths = columns.lengths(values)
-        if lengths is None or not len(lengths) or not lengths[0]:
+        if lengths is None or not lengths[0]:
             raise SchemaError(
                 f"Column {column.name!r} has an empty array in {url}, but all its arrays need a length of at least 1. "
                 "Leave the column out."

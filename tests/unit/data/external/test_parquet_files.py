@@ -163,7 +163,7 @@ def test_the_first_array_that_is_not_null_shows_the_shape(tmp_path):
     schema = pa.schema({"a": pa.list_(pa.int32()), "y": pa.float64()})
     nothing, something = {"a": None, "y": 1.0}, {"a": [1, 2], "y": 2.0}
     parquet.write_table(pa.Table.from_pylist([nothing] * 20, schema), tmp_path / "0.parquet", row_group_size=7)
-    with pytest.raises(DataError, match="Column 'a' is NULL in all rows, so its shape is unknown"):
+    with pytest.raises(DataError, match="Column 'a' or its inner arrays are NULL in all rows, so its shape is unknown"):
         opened(tmp_path, ["a"], fill={"a": 7})
     rows = [nothing] * 18 + [something, nothing]
     parquet.write_table(pa.Table.from_pylist(rows, schema), tmp_path / "1.parquet", row_group_size=3)
@@ -292,6 +292,18 @@ def test_missing_and_other_files_are_reported_with_the_path(tmp_path, folder):
         DataError, match=r"part-3.csv cannot be read as a Parquet file .* is damaged, was cut off, or is"
     ):
         opened(folder)
+
+
+def test_the_shape_of_a_column_comes_from_the_first_inner_array_that_is_not_null(tmp_path):
+    values = [[None]] * 20 + [[[1, 2]], None]
+    column = pa.array(values, pa.list_(pa.list_(pa.int32())))
+    parquet.write_table(pa.table({"x": column, "y": [0.5] * 22}), tmp_path / "a.parquet", row_group_size=7)
+    files = opened(tmp_path, ("x",), fill={"x": 7})
+    assert files.manifest.schema["x"].shape == (1, 2)
+    assert rows_of(files)["x"].tolist() == [[[7, 7]]] * 20 + [[[1, 2]], [[7, 7]]]
+    parquet.write_table(pa.table({"x": column[:20], "y": [0.5] * 20}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="'x' or its inner arrays are NULL in all rows, so its shape is unknown"):
+        opened(tmp_path, ("x",), fill={"x": 7})
 
 
 def test_a_broken_link_is_an_error_because_its_rows_are_missing(folder):
