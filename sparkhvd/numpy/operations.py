@@ -25,6 +25,7 @@ import numpy.typing as npt
 from sparkhvd.comm import session
 from sparkhvd.comm.collectives.buffers import Array, ReduceOp, buffer_of, label_of
 from sparkhvd.comm.collectives.options import Reduction, SubmitOptions
+from sparkhvd.comm.collectives.raw import invalid_splits
 from sparkhvd.comm.handle import Handle
 from sparkhvd.comm.process_sets import ProcessSet
 from sparkhvd.errors import ConfigError
@@ -353,7 +354,7 @@ def alltoall_async(
         process_set: the ranks that take part, all by default.
         with_waiter: whether to begin only when a thread waits.
     """
-    counts = None if splits is None else np.asarray(splits).ravel().tolist()
+    counts = None if splits is None else _row_counts(splits)
     handle = session.current().alltoall_async(
         array_of(array, label_of("Array", name)), counts, name=name, process_set=process_set, with_waiter=with_waiter
     )
@@ -392,6 +393,14 @@ def join(process_set: ProcessSet | None = None) -> int:
         The rank that joined last.
     """
     return session.current().join(process_set=process_set)
+
+
+def _row_counts(splits: Sequence[int] | Array) -> list[int]:
+    try:
+        counts: list[int] = np.asarray(splits).ravel().tolist()
+    except ValueError:
+        raise invalid_splits(splits) from None
+    return counts
 
 
 def _labelled(arrays: Sequence[A], name: str | None) -> list[tuple[str, A]]:

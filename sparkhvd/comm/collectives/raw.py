@@ -163,6 +163,11 @@ def gather_buffers(me: HasChannels, sources: Sequence[Buffer], options: SubmitOp
     )
 
 
+def invalid_splits(splits: object) -> ConfigError:
+    """Return the error for the ``splits`` of an alltoall that are not whole numbers, one per rank."""
+    return ConfigError(f"splits must hold one number of rows, at least 0, per rank, got {splits!r:.300}.")
+
+
 def alltoall_buffer(
     me: HasChannels, source: Buffer, splits: Sequence[int] | None = None, options: SubmitOptions = _ANY
 ) -> Handle[Gathered]:
@@ -184,7 +189,7 @@ def alltoall_buffer(
             )
         splits = [source.shape[0] // channel.size] * channel.size
     elif not all(is_count(rows, 0) for rows in splits):
-        raise ConfigError(f"splits must hold one number of rows, at least 0, per rank, got {list(splits)}.")
+        raise invalid_splits(list(splits))
     name = channel.named("alltoall", options.name)
     with translated():
         operation = channel.engine.alltoall(

@@ -227,6 +227,8 @@ def refuse_other_arguments():
         hvd.alltoall(np.ones(2), [0.5, 1.5])
     with pytest.raises(ConfigError, match="splits must hold one number of rows"):
         hvd.alltoall(np.ones(2), [None, 1])
+    with pytest.raises(ConfigError, match=r"splits must hold one number of rows, .* per rank, got \[\[1\], \[1, 0\]\]"):
+        hvd.alltoall(np.ones(2), [[1], [1, 0]])
     for not_a_list in (np.ones((2, 2)), [], 1.0):
         with pytest.raises(ConfigError, match="takes a list of at least one array"):
             hvd.grouped_allgather(not_a_list)
