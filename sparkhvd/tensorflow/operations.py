@@ -16,7 +16,7 @@ from sparkhvd.comm import session
 from sparkhvd.comm.collectives.arrays import array_from
 from sparkhvd.comm.collectives.buffers import Array, ReduceOp, buffer_of
 from sparkhvd.comm.collectives.options import Reduction, SubmitOptions, require_compressor
-from sparkhvd.comm.collectives.raw import MISSING_GRADIENTS
+from sparkhvd.comm.collectives.raw import MISSING_GRADIENTS, invalid_splits
 from sparkhvd.comm.process_sets import ProcessSet
 from sparkhvd.errors import ConfigError, UnsupportedError
 from sparkhvd.tensorflow import gpu
@@ -328,7 +328,7 @@ def alltoall(
     """
     tensor = tf.convert_to_tensor(tensor)
     full_name = graph_name("alltoall", name)
-    split_tensors = [] if splits is None else [tf.cast(tf.convert_to_tensor(splits), tf.int64)]
+    split_tensors = [] if splits is None else [_row_counts(splits)]
 
     def run(value: tf.Tensor, *rows: tf.Tensor) -> Sequence[Any]:
         content, received = session.current().alltoall(
@@ -407,6 +407,17 @@ def reduce_slices(
         tf.IndexedSlices(_scaled(values, postscale, ranks), indices, dense_shape=item.dense_shape)
         for item, (values, indices) in zip(slices, sums, strict=True)
     ]
+
+
+def _row_counts(splits: Any) -> tf.Tensor:
+    """Return the splits of an alltoall as a tensor; its values may be unknown until a graph runs."""
+    try:
+        counts = tf.convert_to_tensor(splits)
+    except (TypeError, ValueError):
+        raise invalid_splits(splits) from None
+    if not counts.dtype.is_integer:  # a cast would round them
+        raise invalid_splits(splits)
+    return tf.cast(counts, tf.int64)
 
 
 def _sums_by_index(values: tf.Tensor, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

@@ -98,6 +98,9 @@ def move_rows():
     sent = lambda t: hvd.alltoall(t, splits)[0]  # noqa: E731
     assert agree(sent, mine) == ([[0, 1]] if rank == 0 else [[2, 3], [4, 5], [0, 2], [4, 6], [8, 10]])
     assert hvd.alltoall(mine, tf.constant(splits))[1].numpy().tolist() == ([1, 0] if rank == 0 else [2, 3])
+    for invalid in ([[1], [1, 0]], [0.5, 2.5], [None, 1]):
+        with pytest.raises(ConfigError, match=r"splits must hold one number of rows, at least 0, per rank, got \["):
+            hvd.alltoall(mine, invalid)
 
 
 def move_in_groups():
