@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -102,19 +102,40 @@ def has_other_ranks() -> bool:
     return session.is_initialized() and session.current().world.size > 1
 
 
+def metrics_of(owners: Iterable[object]) -> Iterator[Any]:
+    """Yield the torchmetrics of modules and callbacks, also those that no module registers: in lists and dicts."""
+    from torchmetrics import Metric  # noqa: PLC0415  (Lightning brings it)
+
+    queue, seen = list(owners), set[int]()
+    while queue:
+        value = queue.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Metric):
+            yield value
+        if isinstance(value, Mapping):
+            parts: Iterable[object] = value.values()
+        else:
+            parts = value if isinstance(value, list | tuple) else getattr(value, "__dict__", {}).values()
+        queue += [part for part in parts if isinstance(part, torch.nn.Module | Mapping | list | tuple)]
+
+
 class SharedMetrics:
-    """Lets the torchmetrics in a module compute over the rows of all ranks until ``close()``."""
+    """Lets the torchmetrics of modules and callbacks compute over the rows of all ranks until ``close()``."""
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        from torchmetrics import Metric  # noqa: PLC0415  (Lightning brings it)
-
+    def __init__(self, *owners: object) -> None:
         self._changed: list[tuple[Any, Any]] = []
-        for part in module.modules():
-            if isinstance(part, Metric) and part.dist_sync_fn is None:
-                self._changed.append((part, part.distributed_available_fn))
-                part.dist_sync_fn = gather_over_ranks
-                part.distributed_available_fn = has_other_ranks
-                vars(part)["_sync_dist"] = MethodType(_sync_lists_of_any_length, part)
+        self.include(owners)
+
+    def include(self, owners: Iterable[object]) -> None:
+        """Include the metrics of more owners, or metrics that their owners have created since."""
+        for metric in metrics_of(owners):
+            if metric.dist_sync_fn is None:
+                self._changed.append((metric, metric.distributed_available_fn))
+                metric.dist_sync_fn = gather_over_ranks
+                metric.distributed_available_fn = has_other_ranks
+                vars(metric)["_sync_dist"] = MethodType(_sync_lists_of_any_length, metric)
 
     def close(self) -> None:
         """Restore the metrics."""

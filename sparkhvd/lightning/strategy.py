@@ -147,7 +147,7 @@ class RankStrategy:
         super().setup(trainer)  # type: ignore[misc]
         tensors = [*self.lightning_module.named_parameters(), *self.lightning_module.named_buffers()]
         hvd.broadcast_parameters(tensors, root_rank=0)
-        self._metrics = SharedMetrics(self.lightning_module)
+        self._metrics = SharedMetrics(self.lightning_module, *trainer.callbacks)
         self._fitting = fitting
         if fitting:
             self._refuse_unsupported_optimizers()
@@ -309,6 +309,12 @@ class RankStrategy:
         agreed, self._agreed_buffers = self._agreed_buffers, {}
         if own is not None:
             take_buffers(self.module_with_buffers(), own["values"], unless_changed_since=agreed)
+
+    def on_train_start(self) -> None:
+        """Include the metrics that the hooks before the training have created."""
+        super().on_train_start()  # type: ignore[misc]
+        if self._metrics is not None:
+            self._metrics.include((self.lightning_module, *self.lightning_module.trainer.callbacks))
 
     def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
         """Synchronize buffers before the first batch of an epoch, so that they do not depend on what ended the last."""

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from sparkhvd.lightning.reductions import metrics_of
+
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 _METRIC_ATTRIBUTES = ("_update_count", "_computed")
 
@@ -30,7 +32,7 @@ def attributes_unchanged(module: nn.Module, *, counters: bool) -> Iterator[None]
     """
     restores = [
         (part, name, restore)
-        for part in module.modules()
+        for part in {id(part): part for part in (*module.modules(), *metrics_of((module,)))}.values()
         for name in _attribute_names(part)
         if (restore := _restorer(vars(part)[name], counters or name in _METRIC_ATTRIBUTES, set())) is not None
     ]

@@ -83,3 +83,31 @@ def test_a_metric_with_lists_is_computed_although_the_ranks_have_updated_it_uneq
         wanted = pytest.approx(whole.compute().item())
         for rank, result in enumerate(group.run(precision_of_queries, updates)):
             assert result == (wanted, wanted, len(updates[rank]), {None})
+
+
+class Owner:
+    """Like a callback, or a module that does not register the metrics in its dicts and lists."""
+
+    def __init__(self):
+        from torchmetrics import MeanMetric  # noqa: PLC0415
+
+        self.own, self.by_name, self.inner = MeanMetric(), {"one": [MeanMetric()]}, torch.nn.Module()
+        self.inner.__dict__["hidden"] = self.by_name
+        self.by_name["itself"] = self.by_name
+
+
+def means_of_owned_metrics():
+    owner, rank = Owner(), session.current().world.rank
+    metrics = [owner.own, owner.by_name["one"][0]]
+    for metric in metrics:
+        metric.update(torch.full((1 + 2 * rank,), float(rank)))
+    shared = SharedMetrics(owner)
+    try:
+        return [metric.compute().item() for metric in metrics]
+    finally:
+        shared.close()
+        assert all(metric.dist_sync_fn is None for metric in metrics)
+
+
+def test_metrics_that_no_module_registers_are_computed_over_the_rows_of_all_ranks(group):
+    assert group.run(means_of_owned_metrics) == [[0.75, 0.75]] * 2

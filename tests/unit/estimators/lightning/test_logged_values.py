@@ -283,6 +283,33 @@ def test_values_that_steps_collect_by_hand_have_each_row_once(group):
         assert collected["steps"] == len(SOME_EMPTY), "ranks with different step counts would diverge"
 
 
+def accuracies_of_two_metrics(sizes):
+    """Return the accuracy by a metric in a dict, which the module does not register, and by a registered metric."""
+
+    class Hiding(type(module())):
+        def on_fit_start(self):
+            self.registered = self.accuracy.clone()
+            self.metrics = {"registered": self.registered, "hidden": self.accuracy.clone()}
+
+        def validation_step(self, batch, index):
+            for metric in self.metrics.values():
+                metric.update(self(batch["x"]), batch["y"])
+
+        def on_validation_epoch_end(self):
+            self.log_dict({name: metric.compute() for name, metric in self.metrics.items()})
+
+    rank, hooks = session.current().world.rank, Hooks()
+    trainer_of(Hiding()).fit(source(EVEN[:1], rank), source(sizes, rank), hooks)
+    values = average_over_ranks(hooks.reports[-1], session.current()).validation
+    return values["hidden"], values["registered"]
+
+
+def test_a_metric_in_a_dict_covers_the_rows_of_all_ranks_once(group):
+    for hidden, registered in group.run(accuracies_of_two_metrics, SOME_EMPTY):
+        assert hidden == registered
+        assert 0 < hidden < 1
+
+
 def metric_with_a_graph(sizes):
     from torchmetrics import MaxMetric  # noqa: PLC0415
 
