@@ -32,6 +32,7 @@ from sparkhvd.estimators.lightning.checkpoint.mid_epoch_resume import (
 )
 from sparkhvd.estimators.lightning.checkpoint.weights import prepare_module, prune_as_saved
 from sparkhvd.estimators.lightning.hints import batch_hint
+from sparkhvd.estimators.lightning.step_values import StepValues, monitored_names
 from sparkhvd.estimators.torch.checkpoint.attributes import ChangedAttributes
 from sparkhvd.estimators.torch.checkpoint.frozen import freeze_only
 from sparkhvd.estimators.torch.checkpoint.safe_state import plain_numbers
@@ -62,12 +63,13 @@ class Feed:
         validation: the validation rows.
         values: the values that torchmetrics and ``log`` accumulate in the epoch.
         sums: per stage, the sum of the losses over all rows, and the number of rows.
-        logged: per stage, the names of values that were logged for whole epochs.
+        logged: per stage, the names of values that this epoch or the latest validation has logged for all of its rows.
         communicated: seconds spent waiting for the other ranks' gradients.
         validated: whether there was a validation since the last report.
         loss: loss of the current step; None if the rank has no rows in this step. With manual optimization, where a
             step may return nothing, ``backward`` records a NaN or infinite loss.
         rank_zero_logged: per stage, the names of values that only rank 0 logs for whole epochs.
+        step_values: the values that training steps log only for themselves.
         within_epoch: whether the run resumes within an epoch and has not started its first batch yet.
         rows_of_buffers: number of rows that have changed this rank's buffers since their last synchronization.
         rows_of_copies: the same for the buffers of the modules that callbacks keep.
@@ -79,6 +81,7 @@ class Feed:
     sums: dict[str, tuple[float, int]] = field(default_factory=dict)
     logged: dict[str, set[str]] = field(default_factory=lambda: {"train": set(), "validation": set()})
     rank_zero_logged: dict[str, set[str]] = field(default_factory=lambda: {"train": set(), "validation": set()})
+    step_values: StepValues = field(default_factory=StepValues)
     communicated: float = 0.0
     validated: bool = False
     loss: float | None = None
@@ -94,6 +97,11 @@ class Feed:
     def add(self, stage: str, loss: float, rows: int) -> None:
         total, count = self.sums.get(stage, (0.0, 0))
         self.sums[stage] = (total + loss * rows, count + rows)
+
+    def forget_names(self, stage: str) -> None:
+        """Forget the names of the values that an earlier epoch or validation has logged."""
+        self.logged[stage].clear()
+        self.rank_zero_logged[stage].clear()
 
     def add_missing(self, trainer: Trainer) -> None:
         """Complete the values of an interrupted epoch at its end, see ``EpochValues.add_missing``; collective."""
@@ -448,10 +456,14 @@ class DistributedLog:
         elif on_epoch:
             self._feed.logged[stage].add(name)
             options["sync_dist"] = True
+        elif name in monitored_names(trainer) and not _is_shared(options):
+            options["sync_dist"] = True  # decisions by the value of a single rank would let the ranks diverge
         share = self._feed.share(stage)
         if in_step and (share.is_substitute or (options.get("batch_size") is None and not share.is_foreign)):
             options["batch_size"] = share.rows
-        if in_step and share.is_substitute:
+        if in_step and stage == "train" and not on_epoch and not _is_shared(options):
+            value = self._value_of_step(name, value, share, options.get("batch_size"))
+        elif in_step and share.is_substitute:
             value = _neutral_element(value, options.get("reduce_fx", "mean"))
         elif in_step and options.get("batch_size") == 0:
             value = _finite(value)  # a mean over no rows is NaN, and so is 0 times NaN
@@ -459,6 +471,16 @@ class DistributedLog:
             self._log(name, value, **options)
         if stage == "train":
             self._feed.values.add_logged(trainer)
+
+    def _value_of_step(self, name: str, value: Any, share: BatchShare, rows: int | None) -> Any:
+        """Return the value to log, which is the earlier one if this rank has no rows in the step."""
+        values = self._feed.step_values
+        if not isinstance(value, torch.Tensor | int | float):
+            return value
+        if share.is_substitute:
+            return values.before(name, value)
+        values.add(name, int(self._module.trainer.fit_loop.total_batch_idx), value, 1 if rows is None else rows)
+        return value
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         """Return the same object, because callbacks copy the module to average its weights."""
@@ -494,6 +516,11 @@ class BatchEndHook:
     def close(self) -> None:
         """Restore the module's own method."""
         del self._module.on_train_batch_end
+
+
+def _is_shared(options: Mapping[str, Any]) -> bool:
+    """Return whether a value is reduced over the ranks, or logged by rank 0 alone."""
+    return bool(options.get("sync_dist") or options.get("rank_zero_only"))
 
 
 def _finite(value: Any) -> Any:

@@ -87,6 +87,7 @@ class LightningTrainer:
         self._run_callback: Any = None  # see RunCallback
         self._resumed: bytes | None = None
         self._logs: bytes | None = None
+        self._seeded_epoch: int | None = None
 
     def state(self) -> bytes:
         """Return a Lightning checkpoint; called on rank 0 only."""
@@ -122,7 +123,7 @@ class LightningTrainer:
             feed.train.epoch = lambda: int(trainer.current_epoch)
             feed.train.passes = lambda: int(trainer.accumulate_grad_batches)
             feed.train.limit = lambda: float(trainer.num_training_batches)
-            feed.train.on_epoch = partial(self._seed, hooks)
+            feed.train.on_epoch = partial(self._seed_batches, hooks)
             feed.train.repeats_first_epoch = bool(self._package.trainer_args.get("overfit_batches"))
             if validation is not None:
                 validation.epoch = feed.train.epoch
@@ -214,7 +215,7 @@ class LightningTrainer:
             "strategy": strategy,
             "devices": 1,
             "max_epochs": len(hooks.history) if is_finished else self._spec.epochs,
-            "callbacks": [shared_values_type(), *self._package.callbacks, run_callback],
+            "callbacks": [shared_values_type(self._seed_epoch), *self._package.callbacks, run_callback],
             "use_distributed_sampler": self._package.data_module is not None,
         }
         arguments = {
@@ -267,10 +268,17 @@ class LightningTrainer:
         feed.within_epoch = True
         return done
 
-    def _seed(self, hooks: TrainHooks, epoch: int) -> None:
-        first = epoch == hooks.first_epoch
-        seed_generators(self._spec.seed_of(epoch, self._world.rank, hooks.steps_done if first else 0))
-        if first and hooks.rank_state is not None:
+    def _seed_epoch(self, epoch: int) -> None:
+        """Seed the random generators for the hooks of the epoch's start and for the epoch."""
+        seed_generators(self._spec.seed_of(epoch, self._world.rank))
+        self._seeded_epoch = epoch
+
+    def _seed_batches(self, hooks: TrainHooks, epoch: int) -> None:
+        """Continue with the random numbers after a resumed position; seed those of trials before the first epoch."""
+        steps_done = hooks.steps_done if epoch == hooks.first_epoch else 0
+        if steps_done or epoch != self._seeded_epoch:
+            seed_generators(self._spec.seed_of(epoch, self._world.rank, steps_done))
+        if epoch == hooks.first_epoch and hooks.rank_state is not None:
             restore_random(hooks.rank_state, self._trainer.strategy.root_device)
 
     def _save(self, path: Path, *, resumable: bool = False) -> None:
@@ -330,19 +338,33 @@ def _single_rank_save(strategy: EstimatorSteps, resumable: bool) -> Iterator[Non
 
 
 class SharedValues:
-    """The first callback, which computes an epoch's metrics on all ranks; precedes ``Callback`` in the bases.
+    """The first callback: seeds epochs, and computes their metrics on all ranks; precedes ``Callback`` in the bases.
 
     Lightning computes a metric when a program first reads it, and needs all ranks to do so. After this callback has
     read the metrics on all ranks, later callbacks such as progress bars may read them on one rank alone.
     """
 
+    def __init__(self, seed_epoch: Callable[[int], None]) -> None:
+        super().__init__()
+        self._seed_epoch = seed_epoch
+
+    def on_train_epoch_start(self, trainer: Trainer, module: LightningModule) -> None:  # noqa: ARG002
+        """Forget the names of the last epoch: Lightning keeps values although this epoch may not log them again."""
+        self._seed_epoch(int(trainer.current_epoch))
+        strategy_of(trainer).feed.forget_names("train")
+
     def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:  # noqa: ARG002
         """Synchronize buffers, also those of moving averages, before a later callback swaps the two."""
+        strategy_of(trainer).feed.forget_names("validation")
         strategy_of(trainer).synchronize_within_epoch()
 
     def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:  # noqa: ARG002
-        strategy_of(trainer).feed.add_missing(trainer)
-        _ = trainer.callback_metrics
+        """Compute the values of the epoch, and agree on those of its last step, which hooks of its end may read."""
+        feed = strategy_of(trainer).feed
+        feed.add_missing(trainer)
+        metrics = trainer.callback_metrics
+        for name, value in feed.step_values.agreed().items():
+            metrics[name] = torch.full_like(metrics[name], value) if name in metrics else torch.tensor(value)
 
     def on_validation_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:  # noqa: ARG002
         _ = trainer.callback_metrics

@@ -115,7 +115,7 @@ def module(kind="simple", flavour="lightning.pytorch"):
             self.dropped = None
 
         def on_train_epoch_start(self):
-            self.dropped = 0.2
+            self.dropped = torch.rand(()).item() / 2 if self.hparams["kind"] == "dropping" else 0.2
 
         def on_train_batch_end(self, *_):
             self.average = 0.9 * self.average + 0.1 * self.layers[-1].bias.detach()

@@ -168,6 +168,68 @@ def test_a_value_that_is_logged_for_a_step_is_the_mean_over_the_rows_of_all_rank
         assert [value for _, value in values] == pytest.approx(masked)
 
 
+def values_of_single_ranks(sizes):
+    """Return what callbacks read of values that steps log only for themselves, step by step and after the epoch."""
+    from lightning.pytorch import Callback  # noqa: PLC0415
+    from torch.optim.lr_scheduler import ReduceLROnPlateau  # noqa: PLC0415
+
+    class Reading(Callback):
+        monitor = "monitored"
+
+        def on_train_batch_end(self, trainer, *_):
+            read.append([float(trainer.callback_metrics[name]) for name in ("monitored", "watched", "own")])
+
+        def on_train_epoch_end(self, trainer, _module):
+            read.append([float(trainer.callback_metrics[name]) for name in ("own", "seldom")])
+
+    class Logging(type(module())):
+        def training_step(self, batch, index):
+            for name in ("monitored", "watched", "own", *(["seldom"] if index == 0 else [])):
+                self.log(name, 100.0 * rank + index)
+            return super().training_step(batch, index)
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": ReduceLROnPlateau(optimizer), "monitor": "watched"},
+            }
+
+    rank, read = session.current().world.rank, []
+    trainer_of(Logging(), callbacks=[Reading()]).fit(source(sizes, rank), None, Hooks())
+    return read
+
+
+def test_ranks_decide_by_the_mean_of_all_rows_in_a_step(group):
+    """Otherwise a schedule that reads the value of its own rank would let the learning rates diverge."""
+    found = group.run(values_of_single_ranks, [(2, 2), (5, 0), (3, 1)])
+    means = [50.0, 1.0, 27.0]
+    for own, read in zip(([0.0, 1.0, 2.0], [100.0, 100.0, 102.0]), found, strict=True):
+        assert read[:-1] == [[mean, mean, value] for mean, value in zip(means, own, strict=True)]
+        assert read[-1] == [27.0, 50.0], "hooks of the epoch's end read the mean of the last step"
+
+
+def names_in_each_epoch():
+    class Early(type(module())):
+        def training_step(self, batch, index):
+            if self.current_epoch == 0:
+                self.log("early", 1.0, on_epoch=True)
+            return super().training_step(batch, index)
+
+        def validation_step(self, batch, index):
+            self.log("early" if self.current_epoch == 0 else "late", 1.0)
+
+    rank, hooks = session.current().world.rank, Hooks()
+    trainer_of(Early(), 2).fit(source(EVEN[:2], rank), source(EVEN[:2], rank), hooks)
+    return [[sorted(report.train.keys() - {"loss"}), sorted(report.validation)] for report in hooks.reports]
+
+
+def test_a_value_that_an_epoch_does_not_log_is_not_in_its_history(group):
+    for first, second in group.run(names_in_each_epoch):
+        assert first == [["accuracy", "early", "twice"], ["early", "loss"]]
+        assert second == [["accuracy", "twice"], ["late", "loss"]]
+
+
 class Wrapped:
     """A loader without a length, so that Lightning fetches a batch ahead to know which one is the last."""
 

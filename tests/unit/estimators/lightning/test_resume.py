@@ -54,7 +54,7 @@ def test_a_resumed_run_returns_the_best_epoch_of_all(group, owner):
     assert np.array_equal(first, resumed)
 
 
-@pytest.mark.parametrize("kind", ["simple", "plateau", "with objects", "precise"])
+@pytest.mark.parametrize("kind", ["simple", "plateau", "with objects", "precise", "dropping"])
 def test_a_resumed_run_equals_an_uninterrupted_one(group, kind):
     for undisturbed, resumed in group.run(continued, kind):
         assert np.array_equal(undisturbed, resumed)

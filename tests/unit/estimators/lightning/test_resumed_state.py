@@ -121,7 +121,8 @@ def test_weights_that_a_callback_prunes_at_random_are_the_same_on_all_ranks(grou
         assert np.array_equal(mask, masks[0])
         assert np.array_equal(mask, other)
         assert set(mask.flatten().tolist()) == {0.0, 1.0}
-    assert left == pytest.approx(0.5, abs=0.02)
+    # The callback prunes half of all weights together. The masks of two ranks would leave a quarter or three quarters.
+    assert left == pytest.approx(0.5, abs=0.12)
 
 
 def continued_in_double_precision():
