@@ -295,8 +295,11 @@ def _check_flavour(name: str, kind: str, objects: Sequence[object], flavour: Fla
 
 def _has_setup(model: torch.nn.Module, flavour: FlavourName) -> bool:
     """Return whether a LightningModule has a hook that may create parameters before rank 0 broadcasts them."""
-    base = import_lightning(flavour).LightningModule
-    return any(getattr(type(model), name) is not getattr(base, name) for name in ("setup", "configure_model"))
+    return any(_overrides(model, flavour, name) for name in ("setup", "configure_model"))
+
+
+def _overrides(model: torch.nn.Module, flavour: FlavourName, name: str) -> bool:
+    return getattr(type(model), name) is not getattr(import_lightning(flavour).LightningModule, name)
 
 
 def _check_hooks(model: torch.nn.Module, flavour: FlavourName) -> None:
@@ -323,6 +326,13 @@ def _check_trainer_args(trainer_args: Mapping[str, object], params: Mapping[str,
             "trainer_args has barebones=True, which turns off the callbacks, logs and checkpoints that the estimator "
             "needs; leave it out."
         )
+    plugins = trainer_args.get("plugins")
+    for part in plugins if isinstance(plugins, list | tuple) else [plugins]:
+        if any(kind.__name__ == "AsyncCheckpointIO" for kind in type(part).__mro__):
+            raise ParamError(
+                "trainer_args has the plugin AsyncCheckpointIO, which writes checkpoints in the background, but the "
+                "estimator reads the file of ModelCheckpoint as soon as it is saved. Leave the plugin out."
+            )
     limit = trainer_args.get("limit_train_batches")
     takes_all = limit is None or (isinstance(limit, float) and limit == 1.0)
     if not takes_all and is_elastic(typed_params(Placement, params)):
@@ -342,6 +352,7 @@ def _try_out(
 ) -> list[tuple[int, ...]]:
     """Return the shapes of the outputs for some rows; an empty list if only real rows can show them."""
     package = unpack(payload)
+    _configure_model(package)
     _refuse_created_optimizers(package, scaled=scaled)
     sample = at_least_two_rows(rows)
     outputs = _forward(package, schema, sample, synthetic=synthetic)
@@ -357,6 +368,21 @@ def _try_out(
     if package.objective is not None:
         package.objective.try_out(outputs, sample, synthetic=synthetic)
     return [tuple(output.shape[1:]) for output in outputs]
+
+
+def _configure_model(package: LightningPackage) -> None:
+    """Let a LightningModule create its layers as Lightning does before the training."""
+    configure: Callable[[], None] | None = getattr(package.model, "configure_model", None)
+    if package.plain or configure is None:
+        return
+    try:
+        with torch.random.fork_rng(devices=[]):
+            configure()
+    except Exception as error:
+        raise ParamError(
+            f"configure_model of {type(package.model).__name__} raised {describe_error(error)} It is called without a "
+            "Trainer first, to try out forward, so it must not use self.trainer."
+        ) from error
 
 
 def _refuse_created_optimizers(package: LightningPackage, *, scaled: bool) -> None:
@@ -403,10 +429,13 @@ def _forward(
             if synthetic and not isinstance(error, DataError) and not fails_by_shape(call, tensors, error):
                 return None
             shown = "; ".join(f"{list(t.shape)} from {part}" for t, part in zip(tensors, inputs, strict=True))
+            flavour = flavour_of(package.model)
+            by_setup = flavour is not None and _overrides(package.model, flavour, "setup")
+            remedy = " Layers that setup() creates are missing here; create them in configure_model()."
             raise ModelOutputError(
                 f"The model's forward cannot take the feature columns: called with {shown} it raised "
                 f"{describe_error(error)} transform() calls forward, so the module must define it; set "
-                "input_shapes if the columns need another shape."
+                f"input_shapes if the columns need another shape.{remedy if by_setup else ''}"
             ) from error
     for index, output in enumerate(outputs):
         if output.dim() == 0 or len(output) != rows:

@@ -26,8 +26,19 @@ def lazy(**hooks):
     return model
 
 
-def created_by_hook(create):
-    return type("Creating", (type(module()),), {"configure_optimizers": create})()
+def creating_layers_in(hook):
+    """Return a module that creates its layers in a hook before the training."""
+
+    def create(model, *_):
+        model.layers = model.layers or network()
+
+    model = created_by_hook(create, hook)
+    model.layers = None
+    return model
+
+
+def created_by_hook(create, hook="configure_optimizers"):
+    return type("Creating", (type(module()),), {hook: create})()
 
 
 def lbfgs_with_schedule(model):
@@ -61,6 +72,9 @@ ADAPTED = {
     "lbfgs": lambda: created_by_hook(lbfgs_with_schedule),
     "swalr": lambda: created_by_hook(with_swalr),
     "iterating": iterating,
+    "configured": lambda: creating_layers_in("configure_model"),
+    "set up": lambda: creating_layers_in("setup"),
+    "configured by a trainer": lambda: created_by_hook(lambda model: model.trainer.world_size, "configure_model"),
     "needs a trainer": lambda: created_by_hook(lambda model: model.trainer.estimated_stepping_batches),
 }
 
@@ -89,6 +103,10 @@ def refused(more):
         from lightning.pytorch.callbacks import BatchSizeFinder  # noqa: PLC0415
 
         more = {"callbacks": [type("Finder", (BatchSizeFinder,), {})()]}
+    if more.get("trainer_args") == "async":
+        from lightning.pytorch.plugins.io import AsyncCheckpointIO  # noqa: PLC0415
+
+        more = {"trainer_args": {"plugins": [AsyncCheckpointIO()]}}
     own = {"batch_format": "dict", "label_cols": ("y",), "checkpoints": Checkpoints()}
     params = {**dict.fromkeys(names), "model": module(), **own}
     try:
@@ -133,6 +151,10 @@ def refused(more):
         ({"model": "swalr"}, [(3,)]),
         ({"model": "iterating"}, "training_step of Iterating takes a dataloader_iter, from which it fetches batches"),
         ({"model": "needs a trainer"}, [(3,)]),
+        ({"model": "configured"}, [(3,)]),
+        ({"model": "configured by a trainer"}, "so it must not use self.trainer"),
+        ({"model": "set up"}, "Layers that setup() creates are missing here; create them in configure_model()."),
+        ({"trainer_args": "async"}, "the plugin AsyncCheckpointIO, which writes checkpoints in the background"),
         ({"model": "lazy"}, "parameters ['layers.weight', 'layers.bias'] have no shape and no values yet. Call the"),
         ({"model": "lazy until setup"}, [(3,)]),
         ({"model": "complex"}, "parameters ['layers.0.weight', 'layers.0.bias', 'layers.2.weight', 'layers.2.bias'] a"),
