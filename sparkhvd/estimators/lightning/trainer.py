@@ -27,6 +27,7 @@ from sparkhvd.estimators.lightning import CHECKPOINT, LOGS, RUN_KEY
 from sparkhvd.estimators.lightning.batches import BatchFormat, Columns, LightningBatch, RankLoader, build_batch_format
 from sparkhvd.estimators.lightning.checkpoint import best_model
 from sparkhvd.estimators.lightning.checkpoint.epoch_values import EpochValues
+from sparkhvd.estimators.lightning.checkpoint.hot_start import keep_modes, train_as_before
 from sparkhvd.estimators.lightning.checkpoint.mid_epoch_resume import (
     can_keep_state,
     ends_by_steps,
@@ -79,7 +80,7 @@ class LightningTrainer:
         self._spec = spec
         self._world = world
         if not package.model.training:  # a fitted model is in evaluation mode, which Lightning keeps
-            package.model.train()
+            train_as_before(package.model)
         self._module = lightning_module(package, spec.schema)
         self._lightning = import_lightning(package.flavour)
         self._formats: dict[torch.dtype, BatchFormat] = {}
@@ -142,6 +143,7 @@ class LightningTrainer:
 
     def export(self, folder: Path) -> None:
         """Write the model, a Lightning checkpoint, and the files of loggers."""
+        keep_modes(self._package.model)
         self._module.cpu().eval()
         self._end_averaging()
         self._save(folder / CHECKPOINT)

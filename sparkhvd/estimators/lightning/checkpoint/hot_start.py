@@ -1,4 +1,4 @@
-"""Start a LightningModule's optimizers with the state of an earlier fit."""
+"""Start a LightningModule and its optimizers with the state of an earlier fit."""
 
 from __future__ import annotations
 
@@ -11,6 +11,27 @@ from sparkhvd._util.counts import counted
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.torch.schedule import repeat_initial_step
 from sparkhvd.torch.states import load_optimizer_state
+
+_KEPT_MODES = "_sparkhvd_parts_in_evaluation_mode"  # an attribute of fitted models
+
+
+def keep_modes(model: torch.nn.Module) -> None:
+    """Keep the names of the parts that a trained module has in evaluation mode, such as frozen layers.
+
+    Lightning trains a module with them in this mode. A fitted model is in evaluation mode as a whole.
+    """
+    vars(model).pop(_KEPT_MODES, None)
+    if model.training and (names := [name for name, part in model.named_modules() if not part.training]):
+        vars(model)[_KEPT_MODES] = names
+
+
+def train_as_before(model: torch.nn.Module) -> None:
+    """Set a module to training mode, except for the parts that ``keep_modes`` has kept."""
+    model.train()
+    parts = dict(model.named_modules())
+    for name in vars(model).pop(_KEPT_MODES, ()):
+        if name in parts:
+            parts[name].training = False
 
 
 def load_earlier_states(

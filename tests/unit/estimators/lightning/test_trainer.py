@@ -762,3 +762,25 @@ def test_ranks_that_resume_an_epoch_of_others_do_not_draw_their_numbers_again(gr
     drawn = [numbers for of_rank in group.run(numbers_of_an_epoch_and_of_its_rest) for numbers in of_rank]
     assert [len(numbers) for numbers in drawn] == [6, 3, 6, 3]
     assert len({number for numbers in drawn for number in numbers}) == 18
+
+
+def trained_further(folder):
+    """Return the running means of a layer in evaluation mode, after a fit and after another fit of its result."""
+    from sparkhvd.estimators.torch.serialization import artifact  # noqa: PLC0415
+
+    model = module("normalizing")
+    model.layers[1].eval()
+    means, own = [], Path(folder, str(session.current().world.rank))
+    own.mkdir()
+    for _ in range(2):
+        trainer = trainer_of(model)
+        trainer.fit(source(EVEN[:2], session.current().world.rank), None, Hooks())
+        means.append(trainer._package.model.layers[1].running_mean.tolist())
+        trainer.export(own)
+        model = artifact.load_model(own)
+        assert not model.training
+    return means
+
+
+def test_layers_in_evaluation_mode_stay_so_when_a_trained_model_is_trained_further(group, tmp_path):
+    assert group.run(trained_further, str(tmp_path)) == [[[0.0] * 16] * 2] * 2
