@@ -125,7 +125,6 @@ class EstimatorSteps:
     is_global_zero: bool
     reduce_boolean_decision: Callable[..., bool]
     precision_plugin: Precision
-    checkpoint_io: Any
     saves_alone = False
     ended = False
     resumable = False
@@ -329,7 +328,9 @@ class EstimatorSteps:
         if not self.saves_alone:
             super().barrier(name)  # type: ignore[misc]
 
-    def save_checkpoint(self, checkpoint: Mapping[str, object], *rest: object, **named: object) -> None:
+    def save_checkpoint(
+        self, checkpoint: Mapping[str, object], filepath: str | Path, *rest: object, **named: object
+    ) -> None:
         """Omit hyperparameters if runs resume from the checkpoint: they may have any type, and the module has them."""
         if self.kept_progress is not None:
             checkpoint = {**checkpoint, "loops": {**checkpoint["loops"], "fit_loop": self.kept_progress}}  # type: ignore[dict-item]
@@ -337,9 +338,11 @@ class EstimatorSteps:
             saved = {name: part for name, part in checkpoint.items() if not _HYPERPARAMETER_KEYS.search(name)}
             checkpoint = {name: plain_numbers(part) for name, part in saved.items()}
         if self.saves_alone:  # perhaps not on rank 0, after a loss
-            self.checkpoint_io.save_checkpoint(checkpoint, *rest, **named)
+            # Lightning's own writer imports the packages of all object stores that are installed.
+            with Path(filepath).open("wb") as file:
+                torch.save(checkpoint, file)
         else:
-            super().save_checkpoint(checkpoint, *rest, **named)  # type: ignore[misc]
+            super().save_checkpoint(checkpoint, filepath, *rest, **named)  # type: ignore[misc]
 
     def backward(self, closure_loss: torch.Tensor, *rest: object, **named: object) -> torch.Tensor:
         """Record a NaN or infinite loss of manual optimization; see ``Feed.loss``."""
