@@ -88,7 +88,6 @@ class LightningTrainer:
         self._run_callback: Any = None  # see RunCallback
         self._resumed: bytes | None = None
         self._logs: bytes | None = None
-        self._seeded_epoch: int | None = None
 
     def state(self) -> bytes:
         """Return a Lightning checkpoint; called on rank 0 only."""
@@ -109,6 +108,7 @@ class LightningTrainer:
 
     def fit(self, train: BatchSource, val: BatchSource | None, hooks: TrainHooks) -> None:
         """Train from ``hooks.first_epoch`` to the last epoch, or until a hook or callback stops it; collective."""
+        self._seed_epoch(hooks.first_epoch)  # for hooks before the epoch, which may create layers
         to_batch: Callable[[Columns], LightningBatch] = dict if self._package.plain else self._batch_of
         size = self._world.size
         validation = None if val is None else RankLoader(val, to_batch, size, self._spec.sample)
@@ -124,7 +124,7 @@ class LightningTrainer:
             feed.train.epoch = lambda: int(trainer.current_epoch)
             feed.train.passes = lambda: int(trainer.accumulate_grad_batches)
             feed.train.limit = lambda: float(trainer.num_training_batches)
-            feed.train.on_epoch = partial(self._seed_batches, hooks)
+            feed.train.on_epoch = partial(self._resume_random, hooks)
             feed.train.repeats_first_epoch = bool(self._package.trainer_args.get("overfit_batches"))
             if validation is not None:
                 validation.epoch = feed.train.epoch
@@ -271,16 +271,15 @@ class LightningTrainer:
         return done
 
     def _seed_epoch(self, epoch: int) -> None:
-        """Seed the random generators for the hooks of the epoch's start and for the epoch."""
         seed_generators(self._spec.seed_of(epoch, self._world.rank))
-        self._seeded_epoch = epoch
 
-    def _seed_batches(self, hooks: TrainHooks, epoch: int) -> None:
-        """Continue with the random numbers after a resumed position; seed those of trials before the first epoch."""
-        steps_done = hooks.steps_done if epoch == hooks.first_epoch else 0
-        if steps_done or epoch != self._seeded_epoch:
-            seed_generators(self._spec.seed_of(epoch, self._world.rank, steps_done))
-        if epoch == hooks.first_epoch and hooks.rank_state is not None:
+    def _resume_random(self, hooks: TrainHooks, epoch: int) -> None:
+        """Continue with the random numbers after the position within an epoch at which the run resumes."""
+        if epoch != hooks.first_epoch:
+            return
+        if hooks.steps_done:
+            seed_generators(self._spec.seed_of(epoch, self._world.rank, hooks.steps_done))
+        if hooks.rank_state is not None:
             restore_random(hooks.rank_state, self._trainer.strategy.root_device)
 
     def _save(self, path: Path, *, resumable: bool = False) -> None:
