@@ -372,6 +372,31 @@ def test_a_metric_in_a_dict_covers_the_rows_of_all_ranks_once(group):
         assert 0 < hidden < 1
 
 
+def metrics_of_a_collection(sizes):
+    """Return two metrics that differ for all rows, but not for the synthetic rows of zeros, which have no effect."""
+    from torchmetrics import MetricCollection  # noqa: PLC0415
+    from torchmetrics.classification import BinaryAccuracy  # noqa: PLC0415
+
+    class Collecting(type(module())):
+        def __init__(self):
+            super().__init__()
+            self.collection = MetricCollection({"low": BinaryAccuracy(0.5), "high": BinaryAccuracy(0.9)})
+
+        def validation_step(self, batch, index):
+            predicted = torch.where(batch["x"].any(dim=1), 0.7, 1.0)
+            self.collection.update(predicted, torch.ones(len(predicted)))
+            self.log_dict(self.collection)
+
+    rank, hooks = session.current().world.rank, Hooks()
+    trainer_of(Collecting()).fit(source(EVEN[:1], rank), source(sizes, rank), hooks)
+    values = average_over_ranks(hooks.reports[-1], session.current()).validation
+    return values["low"], values["high"]
+
+
+def test_metrics_of_a_collection_stay_apart_although_the_first_batch_of_a_rank_has_no_rows(group):
+    assert group.run(metrics_of_a_collection, [(5, 0), (3, 7), (4, 4)]) == [(1.0, 0.0)] * 2
+
+
 def metric_with_a_graph(sizes):
     from torchmetrics import MaxMetric  # noqa: PLC0415
 
