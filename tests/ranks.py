@@ -2,13 +2,16 @@
 
 A case is a module-level function of a test module; every rank runs it with the same arguments, inside an initialized
 session. Functions are pickled by value, so they can stand next to the assertions that need them.
+
+A starter process forks the ranks of a group. It leaves a warm process behind, as the workers of jobs do, from which the
+starters of later groups with the same imports and environment are forked.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import faulthandler
-import gc
 import os
 import secrets
 import signal
@@ -16,7 +19,7 @@ import socket
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -29,8 +32,11 @@ from sparkhvd._util.framework_imports import gc_paused_for_import
 from sparkhvd.comm import session
 from sparkhvd.comm.connect.launch_context import LaunchContext
 from sparkhvd.comm.connect.rendezvous import RendezvousServer
-from sparkhvd.config import Config
+from sparkhvd.config import SCRATCH, Config, export
 from sparkhvd.deadline import Deadline
+from sparkhvd.task.worker.process import TEMPLATES
+from sparkhvd.task.worker.scratch import remove_scratch
+from sparkhvd.task.worker.template import ForkedProcess, Offer, Origin, native_threads, split_off_template
 from sparkhvd.world import layout
 
 CASE_SECONDS = 180.0
@@ -40,6 +46,11 @@ _COLLECTIVE_SECONDS = 90.0
 # A case that still runs after this time prints its stacks, which show why a rank does not reach the others. The
 # time is long because faulthandler reads the stacks of running threads and may crash a rank that is only slow.
 _STACKS_SECONDS = 150.0
+# Imports of the groups of several modules: groups with the same imports share a warm process.
+TORCH = ("torch", "torch._dynamo", "torch.optim", "sparkhvd.torch", "sparkhvd.torch.buffers")
+LIGHTNING = ("torch._dynamo", "sparkhvd.lightning", "lightning.pytorch", "torchmetrics")
+_MAX_RANKS = 100
+_WARM_SECONDS = 300.0  # how long an unused warm process lives
 _ROOT = Path(__file__).parents[1]
 
 
@@ -50,6 +61,69 @@ class Outcome:
     value: Any = None
     failure: str = ""
     died: bool = False
+
+
+class _Starter:
+    """A process that forks ranks and waits for them.
+
+    Args:
+        imports: modules to import before the ranks are forked.
+        environment: the variables of the ranks.
+        links: this side's ends of the links to the ranks, one per rank, are appended here.
+        count: the number of ranks.
+        prefix: the prefix of the command. Without one, a warm process of earlier groups may fork the starter.
+    """
+
+    def __init__(
+        self,
+        imports: tuple[str, ...],
+        environment: dict[str, str],
+        links: list[Connection],
+        count: int,
+        prefix: tuple[str, ...] = (),
+    ) -> None:
+        self._control, control = socket.socketpair()
+        pairs = [socket.socketpair() for _ in range(count)]
+        links += [Connection(ours.detach()) for ours, _ in pairs]
+        ends = [end for _, end in pairs]
+        with contextlib.ExitStack() as stack:
+            for end in (control, *ends):
+                stack.enter_context(end)
+            self._process = self._start(imports, environment, control, prefix)
+            socket.send_fds(self._control, [b"links"], [end.fileno() for end in ends])
+
+    def close(self, deadline: Deadline, ranks: Sequence[int]) -> None:
+        """Wait for the end of the process after its ranks; at the deadline, kill all of them."""
+        self._control.settimeout(max(deadline.remaining(), 0.001))
+        try:
+            self._control.recv(1)  # returns when the process has ended
+        except TimeoutError:
+            for pid in (*ranks, self._process.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        self._control.close()
+        if isinstance(self._process, ForkedProcess):
+            self._process.wait()
+            self._process.release()
+        else:
+            self._process.wait()
+
+    def _start(
+        self, imports: tuple[str, ...], environment: dict[str, str], control: socket.socket, prefix: tuple[str, ...]
+    ) -> ForkedProcess | subprocess.Popen[bytes]:
+        command = (*prefix, sys.executable, "-m", "tests.ranks", *imports)
+        forked = None if prefix else TEMPLATES.fork(Origin.of(command, environment), (control.fileno(), 1, 2))
+        if isinstance(forked, ForkedProcess):
+            remove_scratch(forked.scratch)
+            return forked
+        with contextlib.closing(forked) if forked else contextlib.nullcontext() as offer:
+            template = ("--template", *map(str, offer.descriptors)) if offer else ()
+            return subprocess.Popen(
+                [*command, "--control", str(control.fileno()), *template],
+                cwd=_ROOT,
+                env=environment,
+                pass_fds=[control.fileno(), *(offer.descriptors if offer else ())],
+            )
 
 
 class RankGroup:
@@ -88,7 +162,7 @@ class RankGroup:
         self._imports = imports
         self._connect = connect
         self._environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        self._starters: list[subprocess.Popen[bytes]] = []
+        self._starters: list[_Starter] = []
         self._pids: list[int] = []
         self._links: list[Connection] = []
         self._open()
@@ -145,14 +219,7 @@ class RankGroup:
             link.close()
         deadline = Deadline.after(_END_SECONDS)
         for starter in self._starters:
-            try:
-                starter.wait(deadline.remaining())
-            except subprocess.TimeoutExpired:
-                for pid in self._pids:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
-                starter.kill()
-                starter.wait()
+            starter.close(deadline, self._pids)
         self._links, self._starters, self._pids = [], [], []
         self._server.close()
 
@@ -169,11 +236,9 @@ class RankGroup:
         self._server = RendezvousServer(token, self._server_host, encrypt=self._config.encrypt)
         places = self._places or (("127.0.0.1", ()),) * self.size
         try:
-            if self._places:
-                for _, prefix in places:
-                    self._start(1, prefix)
-            else:
-                self._start(self.size)
+            starts = [(1, prefix) for _, prefix in places] if self._places else [(self.size, ())]
+            for start in starts:
+                self._starters.append(_Starter(self._imports, self._environment, self._links, *start))
             for world, host, (bind_host, _), link in zip(
                 layout(self._hosts), self._hosts, places, self._links, strict=True
             ):
@@ -186,18 +251,6 @@ class RankGroup:
         except BaseException:
             self.close()
             raise
-
-    def _start(self, count: int, prefix: tuple[str, ...] = ()) -> None:
-        """Start a process that imports the modules and forks ``count`` ranks."""
-        pairs = [socket.socketpair() for _ in range(count)]
-        links = [str(theirs.fileno()) for _, theirs in pairs]
-        command = [*prefix, sys.executable, "-m", "tests.ranks", ",".join(self._imports), *links]
-        self._links += [Connection(ours.detach()) for ours, _ in pairs]
-        self._starters.append(
-            subprocess.Popen(command, cwd=_ROOT, env=self._environment, pass_fds=[int(link) for link in links])
-        )
-        for _, theirs in pairs:
-            theirs.close()
 
     def _reopen(self) -> None:
         """Restart the ranks after a case that may have left them in different states."""
@@ -236,7 +289,6 @@ def _serve(link: Connection) -> None:
             case, arguments = cloudpickle.loads(link.recv_bytes())
             link.send_bytes(cloudpickle.dumps(_outcome(case, arguments)))
     except EOFError:
-        gc.freeze()  # includes the modules imported since
         session.shutdown()
 
 
@@ -251,25 +303,49 @@ def _outcome(case: Callable[..., Any], arguments: tuple[Any, ...]) -> Outcome:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("imports", nargs="*")
+    parser.add_argument("--control", type=int, required=True)
+    parser.add_argument("--template", type=int, nargs=2)
+    options = parser.parse_args()
     faulthandler.register(signal.SIGUSR1)
-    imports, links = sys.argv[1], [int(link) for link in sys.argv[2:]]
+    known_threads = native_threads()
     with gc_paused_for_import():
-        for module in filter(None, imports.split(",")):
+        for module in options.imports:
             __import__(module)
-    for link in links:
-        if os.fork() == 0:
-            for other in links:
-                if other != link:
-                    os.close(other)
-            if numpy := sys.modules.get("numpy"):
-                numpy.random.seed()
-            with Connection(link) as parent:
-                _serve(parent)
-            return
-    for link in links:
-        os.close(link)
-    for _ in links:
-        os.wait()
+    control = options.control
+    if options.template is not None:
+        listener, owner = options.template
+        offer = Offer(socket.socket(fileno=listener), owner)
+        torch = sys.modules.get("torch")
+        seed = torch.initial_seed() if torch else None
+        control = split_off_template(offer, _WARM_SECONDS, [control], known_threads) or control
+        export({SCRATCH: None})
+        if torch:
+            torch.default_generator.manual_seed(seed)  # as in a new process
+    _fork_ranks(control)
+
+
+def _fork_ranks(control: int) -> None:
+    """Fork one rank per link that arrives through ``control``, and wait for their ends."""
+    with socket.socket(fileno=control) as starter:
+        _, links, _, _ = socket.recv_fds(starter, 16, _MAX_RANKS)
+        for link in links:
+            if os.fork() == 0:
+                starter.close()
+                for other in links:
+                    if other != link:
+                        os.close(other)
+                if numpy := sys.modules.get("numpy"):
+                    numpy.random.seed()
+                with Connection(link) as parent:
+                    _serve(parent)
+                sys.stdout.flush()
+                os._exit(0)  # the end of a Python with a framework takes longer than most cases
+        for link in links:
+            os.close(link)
+        for _ in links:
+            os.wait()
 
 
 if __name__ == "__main__":

@@ -7,12 +7,12 @@ import torch
 
 from sparkhvd.comm import session
 from sparkhvd.lightning.reductions import SharedMetrics, gather_over_ranks
-from tests.ranks import RankGroup
+from tests.ranks import LIGHTNING, RankGroup
 
 
 @pytest.fixture(scope="module")
 def group():
-    with RankGroup(2, imports=("sparkhvd.lightning", "torchmetrics")) as started:
+    with RankGroup(2, imports=LIGHTNING) as started:
         yield started
 
 

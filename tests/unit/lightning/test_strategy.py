@@ -14,7 +14,7 @@ from sparkhvd.comm import session
 from sparkhvd.errors import ConfigError
 from sparkhvd.lightning.normalization import ReplacedNormalizations
 from sparkhvd.torch import SyncBatchNorm
-from tests.ranks import RankGroup
+from tests.ranks import LIGHTNING, RankGroup
 
 SIZE = 2
 ROWS, FEATURES = 48, 5
@@ -23,7 +23,7 @@ FLAVOURS = ("lightning.pytorch", "pytorch_lightning")
 
 @pytest.fixture(scope="module")
 def group():
-    with RankGroup(SIZE, imports=("torch._dynamo", "sparkhvd.lightning", "lightning.pytorch")) as started:
+    with RankGroup(SIZE, imports=LIGHTNING) as started:
         yield started
 
 

@@ -6,12 +6,12 @@ from torch.nn.utils import parametrizations, prune
 
 import sparkhvd.torch as hvd
 from sparkhvd.torch.buffers import buffers_unchanged, non_persistent_buffers, synchronize_buffers
-from tests.ranks import RankGroup
+from tests.ranks import TORCH, RankGroup
 
 
 @pytest.fixture(scope="module")
 def group():
-    with RankGroup(2, imports=("torch", "sparkhvd.torch.buffers")) as started:
+    with RankGroup(2, imports=TORCH) as started:
         yield started
 
 

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 import sparkhvd.torch as hvd
-from tests.ranks import RankGroup
+from tests.ranks import TORCH, RankGroup
 
 
 @pytest.fixture(scope="module")
 def group():
-    with RankGroup(2, imports=("torch", "sparkhvd.torch")) as started:
+    with RankGroup(2, imports=TORCH) as started:
         yield started
 
 

@@ -8,7 +8,7 @@ import torch
 import sparkhvd.torch as hvd
 from sparkhvd.comm import session
 from sparkhvd.errors import ConfigError
-from tests.ranks import RankGroup
+from tests.ranks import TORCH, RankGroup
 
 RANKS = 3
 LAYERS = {2: torch.nn.BatchNorm1d, 3: torch.nn.BatchNorm1d, 4: torch.nn.BatchNorm2d, 5: torch.nn.BatchNorm3d}
@@ -16,7 +16,7 @@ LAYERS = {2: torch.nn.BatchNorm1d, 3: torch.nn.BatchNorm1d, 4: torch.nn.BatchNor
 
 @pytest.fixture(scope="module")
 def group():
-    with RankGroup(RANKS, imports=("torch", "sparkhvd.torch")) as started:
+    with RankGroup(RANKS, imports=TORCH) as started:
         yield started
 
 

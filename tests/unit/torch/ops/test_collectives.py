@@ -10,7 +10,7 @@ import torch
 from torch.autograd import forward_ad
 
 import sparkhvd.torch as hvd
-from tests.ranks import RankGroup
+from tests.ranks import TORCH, RankGroup
 from tests.unit.torch.optimizer.test_gradient_forms import Quantizer
 
 RANKS = 3
@@ -18,7 +18,7 @@ RANKS = 3
 
 @pytest.fixture(scope="module")
 def group():
-    with RankGroup(RANKS, imports=("torch", "sparkhvd.torch")) as started:
+    with RankGroup(RANKS, imports=TORCH) as started:
         yield started
 
 

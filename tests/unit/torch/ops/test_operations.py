@@ -7,7 +7,7 @@ import torch
 import sparkhvd.torch as hvd
 from sparkhvd.comm import interface
 from sparkhvd.errors import ConfigError, MismatchError, NotInitializedError
-from tests.ranks import RankGroup
+from tests.ranks import TORCH, RankGroup
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.int32, torch.int64,
@@ -17,7 +17,7 @@ DTYPES = [
 
 @pytest.fixture(scope="module", params=[2, 3], ids=["2 ranks", "3 ranks"])
 def group(request):
-    with RankGroup(request.param, imports=("torch", "sparkhvd.torch")) as started:
+    with RankGroup(request.param, imports=TORCH) as started:
         yield started
 
 

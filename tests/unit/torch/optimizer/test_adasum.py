@@ -4,14 +4,14 @@ import pytest
 import torch
 
 import sparkhvd.torch as hvd
-from tests.ranks import RankGroup
+from tests.ranks import TORCH, RankGroup
 
 RANKS = 2
 
 
 @pytest.fixture(scope="module")
 def group():
-    with RankGroup(RANKS, imports=("torch", "sparkhvd.torch", "torch.optim")) as started:
+    with RankGroup(RANKS, imports=TORCH) as started:
         yield started
 
 

@@ -11,12 +11,12 @@ import sparkhvd.torch as hvd
 from sparkhvd.comm import session
 from sparkhvd.comm.connect.launch_context import LaunchContext
 from sparkhvd.errors import ConfigError, MismatchError
-from tests.ranks import RankGroup
+from tests.ranks import TORCH, RankGroup
 
 
 @pytest.fixture(scope="module", params=[2, 3], ids=["2 ranks", "3 ranks"])
 def group(request):
-    with RankGroup(request.param, imports=("torch", "sparkhvd.torch", "torch.optim")) as started:
+    with RankGroup(request.param, imports=TORCH) as started:
         yield started
 
 

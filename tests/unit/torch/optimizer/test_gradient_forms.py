@@ -9,14 +9,14 @@ import torch
 
 import sparkhvd.torch as hvd
 from sparkhvd.comm import session
-from tests.ranks import RankGroup
+from tests.ranks import TORCH, RankGroup
 
 RANKS = 3
 
 
 @pytest.fixture(scope="module")
 def group():
-    with RankGroup(RANKS, imports=("torch", "sparkhvd.torch", "torch.optim")) as started:
+    with RankGroup(RANKS, imports=TORCH) as started:
         yield started
 
 

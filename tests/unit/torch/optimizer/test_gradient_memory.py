@@ -7,12 +7,12 @@ import torch
 
 import sparkhvd.torch as hvd
 from sparkhvd.torch.ops import transfer
-from tests.ranks import RankGroup
+from tests.ranks import TORCH, RankGroup
 
 
 @pytest.fixture(scope="module")
 def group():
-    with RankGroup(2, imports=("torch", "sparkhvd.torch", "torch.optim")) as started:
+    with RankGroup(2, imports=TORCH) as started:
         yield started
 
 
