@@ -19,7 +19,9 @@ LINEAR = tuple(op for op in ReduceOp if op is not ReduceOp.ADASUM)
 SHAPES = ((), (1,), (0,), (7,), (3, 0, 2), (5, 3), (1000,), (64, 129))
 
 
-@pytest.fixture(scope="module", params=[2, 3], ids=["2 ranks", "3 ranks"])
+@pytest.fixture(
+    scope="module", params=[pytest.param(2, id="2 ranks", marks=pytest.mark.soak), pytest.param(3, id="3 ranks")]
+)
 def group(request):
     with RankGroup(request.param) as started:
         yield started

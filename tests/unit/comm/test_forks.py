@@ -80,8 +80,15 @@ def use_the_session_in_children():
     return handle.wait().tolist(), communicator.allreduce(np.full(100_000, 1.0 + rank)).mean()
 
 
-@pytest.mark.parametrize("hosts", LAYOUTS.values(), ids=LAYOUTS.keys())
-@pytest.mark.parametrize("encrypt", [False, True], ids=["plain", "encrypted"])
+@pytest.mark.parametrize(
+    ("hosts", "encrypt"),
+    [
+        pytest.param(LAYOUTS["one host"], False, id="plain-one host"),
+        pytest.param(LAYOUTS["two hosts"], True, id="encrypted-two hosts"),
+        pytest.param(LAYOUTS["one host"], True, id="encrypted-one host", marks=pytest.mark.soak),
+        pytest.param(LAYOUTS["two hosts"], False, id="plain-two hosts", marks=pytest.mark.soak),
+    ],
+)
 def test_exiting_children_disturb_neither_their_parent_nor_its_peers(hosts, encrypt):
     with RankGroup(2, hosts=hosts, encrypt=encrypt) as group:
         for _ in range(2):

@@ -14,8 +14,6 @@ from sparkhvd.comm.process_sets import ProcessSet
 from sparkhvd.errors import ConfigError, MismatchError, PeerLostError
 from tests.ranks import RankGroup
 
-ROUNDS = 12
-
 
 @pytest.fixture(scope="module", params=[(2, True), (3, True), (3, False)], ids=["two", "three", "three-tcp"])
 def group(request):
@@ -26,7 +24,12 @@ def group(request):
         yield started
 
 
-def init_after_a_refusal(refused, kind, rounds=ROUNDS):
+@pytest.fixture(params=[3, pytest.param(12, marks=pytest.mark.soak)])
+def rounds(request):
+    return request.param
+
+
+def init_after_a_refusal(refused, kind, rounds):
     """Return the messages of the refused calls; after each, call ``init`` twice with the same valid sets."""
     messages = []
     for turn in range(rounds):
@@ -63,19 +66,19 @@ def init_after_a_refusal(refused, kind, rounds=ROUNDS):
     ],
     ids=["twice", "apart", "all ranks", "outside", "negative"],
 )
-def test_every_rank_refuses_impossible_sets_equally_and_the_next_init_succeeds(group, refused, message):
-    messages = group.run(init_after_a_refusal, refused, ConfigError)
+def test_every_rank_refuses_impossible_sets_equally_and_the_next_init_succeeds(group, refused, message, rounds):
+    messages = group.run(init_after_a_refusal, refused, ConfigError, rounds)
     assert {text for of_rank in messages for text in of_rank} == {messages[0][0]}
     assert message in messages[0][0]
 
 
-def test_every_rank_refuses_different_sets_and_the_next_init_succeeds(group):
-    messages = group.run(init_after_a_refusal, lambda rank, size: [[min(rank, 1)]], MismatchError)
+def test_every_rank_refuses_different_sets_and_the_next_init_succeeds(group, rounds):
+    messages = group.run(init_after_a_refusal, lambda rank, size: [[min(rank, 1)]], MismatchError, rounds)
     expected = "All ranks must add the same process set: rank 0 added [0], rank 1 added [1]."
     assert {text for of_rank in messages for text in of_rank} == {expected}
 
 
-def lose_a_rank_between_the_sets():
+def lose_a_rank_between_the_sets(rounds):
     context = session.launch_context()
     last = context.world.size - 1
     connect = Communicator._connect_set
@@ -86,7 +89,7 @@ def lose_a_rank_between_the_sets():
         raise PeerLostError("the link broke")
 
     results = []
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         sets = [ProcessSet([0]), ProcessSet([last])]
         if context.world.rank == 0:
             Communicator._connect_set = fail_once
@@ -103,10 +106,10 @@ def lose_a_rank_between_the_sets():
     return results
 
 
-def test_an_init_that_retries_after_the_loss_of_a_rank_registers_its_sets(group):
+def test_an_init_that_retries_after_the_loss_of_a_rank_registers_its_sets(group, rounds):
     last = group.size - 1
     expected = ({0: [*range(group.size)], 1: [0], 2: [last]}, group.size, [[0], [last]])
-    assert group.run(lose_a_rank_between_the_sets) == [[expected] * ROUNDS] * group.size
+    assert group.run(lose_a_rank_between_the_sets, rounds) == [[expected] * rounds] * group.size
 
 
 def shut_down_and_init_again():

@@ -24,7 +24,13 @@ SHAPES = ((1,), (0, 3), (7,), (5, 3), (1009, 2))
 TOLERANCE = {"float16": 4e-3, "float32": 1e-6, "float64": 1e-14}
 
 
-@pytest.fixture(scope="module", params=[("one",) * 3, ("one", "two", "one")], ids=["one host", "two hosts"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(("one",) * 3, id="one host", marks=pytest.mark.soak),
+        pytest.param(("one", "two", "one"), id="two hosts"),
+    ],
+)
 def group(request):
     with RankGroup(3, hosts=request.param) as started:
         yield started

@@ -21,13 +21,13 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("hosts", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_collectives_equal_numpy(hosts):
-    results, wrong = compare(hosts, seed=20261123 + len(hosts), seconds=2.0)
+    results, wrong = compare(hosts, seed=20261123 + len(hosts), seconds=1.0)
     assert wrong == []
     assert results > 0
 
 
 def test_encrypted_collectives_without_shared_memory_equal_numpy():
     for settings in ({"shared_memory": False}, {"encrypt": True}, {"fusion_threshold": 0}):
-        results, wrong = compare(("a", "a", "b"), seed=7, seconds=1.0, **settings)
+        results, wrong = compare(("a", "a", "b"), seed=7, seconds=0.5, **settings)
         assert wrong == []
         assert results > 0

@@ -79,7 +79,10 @@ def init_with(rank, setting, value):
     context = session._session.context
     if context.world.rank == rank:
         session._session.context = replace(context, config=replace(context.config, **{setting: value}))
-    return failure_of_init()
+    try:
+        return failure_of_init()
+    finally:
+        session._session.context = context
 
 
 def connect_without_rank_2(comm):
@@ -149,6 +152,12 @@ def test_ctrl_c_while_connecting_ends_init_on_all_ranks():
     assert "rank 0: interrupted" in other
 
 
+@pytest.fixture(scope="module")
+def three_on_two_hosts():
+    with RankGroup(3, hosts=("one", "one", "two"), connect=False) as group:
+        yield group
+
+
 @pytest.mark.parametrize(
     ("setting", "value", "shown"),
     [
@@ -158,13 +167,12 @@ def test_ctrl_c_while_connecting_ends_init_on_all_ranks():
         ("hierarchical_allgather", False, ("0", "1")),
     ],
 )
-def test_ranks_that_disagree_about_a_setting_do_not_start(setting, value, shown):
+def test_ranks_that_disagree_about_a_setting_do_not_start(three_on_two_hosts, setting, value, shown):
     """Otherwise the ranks would hang in the first collective, or misread each other's messages."""
-    with RankGroup(3, hosts=("one", "one", "two"), connect=False) as group:
-        for message in group.run(init_with, 1, setting, value):
-            assert f"ranks disagree about SPARKHVD_{setting.upper()}: rank " in message
-            assert f"rank 1 has {shown[0]}" in message
-            assert f"has {shown[1]}" in message
+    for message in three_on_two_hosts.run(init_with, 1, setting, value):
+        assert f"ranks disagree about SPARKHVD_{setting.upper()}: rank " in message
+        assert f"rank 1 has {shown[0]}" in message
+        assert f"has {shown[1]}" in message
 
 
 def test_encryption_does_not_change_results():

@@ -88,12 +88,12 @@ def test_ranks_wait_in_init_for_other_ranks_until_the_start_timeout(tmp_path):
 @needs_mpirun
 def test_init_takes_rank_and_size_from_mpi_and_both_work_in_one_program(tmp_path):
     script = """
-        import sparkhvd.torch as hvd, torch
+        import sparkhvd.numpy as hvd
         hvd.init()
         assert hvd.mpi_enabled() and hvd.mpi_threads_supported()
         sums = []
         for step in range(3):
-            handle = hvd.allreduce_async(torch.full((1000,), float(hvd.rank())), op=hvd.Sum)
+            handle = hvd.allreduce_async(np.full(1000, float(hvd.rank())), op=hvd.Sum)
             by_mpi = world.allreduce(hvd.rank())
             sums.append([hvd.synchronize(handle)[0].item(), by_mpi])
         requests = [world.isend(hvd.rank(), other) for other in range(world.size)]
