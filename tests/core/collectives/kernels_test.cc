@@ -38,6 +38,7 @@ TEST(Kernels, CombineEveryDTypeAndOperatorLikeTheScalarOracleAtEveryAlignment) {
 }
 
 TEST(Kernels, FastestGivesTheSameBitsAsGenericForEveryPairOfHalves) {
+  if (!Thorough()) GTEST_SKIP() << "a single thread";
   // Combines every float16 and bfloat16 with a few partners: normal, subnormal, infinite and NaN.
   constexpr uint16_t kPartners[] = {0x0000, 0x0001, 0x03ff, 0x3c00, 0x3c01,
                                     0xbc00, 0x7bff, 0x7c00, 0x7e01, 0x4248};
@@ -148,6 +149,7 @@ void ExpectQuotientsOfCriticalValues(DType dtype) {
 }
 
 TEST(Kernels, IntegersAreDividedLikeByTheLanguage) {
+  if (!Thorough()) GTEST_SKIP() << "a single thread";
   ExpectQuotientsOfAllValues<uint8_t>(DType::kUInt8);
   ExpectQuotientsOfAllValues<int8_t>(DType::kInt8);
   ExpectQuotientsOfAllValues<uint16_t>(DType::kUInt16);

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstring>
 #include <functional>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -43,6 +44,19 @@ inline Deadline Soon() { return Deadline::AfterSeconds(30); }
 void StoreElement(DType dtype, std::byte* data, size_t index, double value);
 double LoadElement(DType dtype, const std::byte* data, size_t index);
 
+// Repeats the first `period` bytes over `size` bytes. A sanitizer checks the bytes that this copies
+// and `SameBytes` compares as a whole, which takes a fraction of the time of a loop over elements.
+inline void Repeat(std::byte* data, size_t period, size_t size) {
+  for (size_t done = period; done < size; done *= 2) {
+    std::memcpy(data + done, data, std::min(done, size - done));
+  }
+}
+
+inline bool SameBytes(ConstBytes one, ConstBytes other) {
+  return one.size() == other.size() &&
+         (one.empty() || std::memcmp(one.data(), other.data(), one.size()) == 0);
+}
+
 // Memory for `count` elements that begins `misalignment` bytes after an aligned address.
 class Elements {
  public:
@@ -53,8 +67,27 @@ class Elements {
   size_t size_bytes() const { return count_ * SizeOf(dtype_); }
   void Set(size_t index, double value) { StoreElement(dtype_, data(), index, value); }
   double Get(size_t index) { return LoadElement(dtype_, data(), index); }
+  // Sets every element to `value(index)`, which must repeat after kPeriod elements.
+  template <typename Value>
+  void Fill(Value value) {
+    for (size_t i = 0; i < std::min(count_, kPeriod); ++i) Set(i, value(i));
+    Repeat(data(), kPeriod * SizeOf(dtype_), size_bytes());
+  }
+  // Returns the first element that is not `value(index)`, which must repeat as for `Fill`.
+  template <typename Value>
+  std::optional<size_t> FirstOtherThan(Value value) {
+    Elements expected(dtype_, count_);
+    expected.Fill(value);
+    if (std::memcmp(data(), expected.data(), size_bytes()) == 0) return std::nullopt;
+    for (size_t i = 0; i < count_; ++i) {
+      if (Get(i) != expected.Get(i)) return i;
+    }
+    return std::nullopt;  // zeros of different signs
+  }
 
  private:
+  static constexpr size_t kPeriod = 5;  // of the contributions
+
   DType dtype_;
   size_t count_;
   size_t offset_;
