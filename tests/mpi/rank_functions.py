@@ -46,6 +46,8 @@ def meet_through_both_worlds() -> dict[str, Any]:
         "in environments": _secrets_in_environments(),
         "path": sys.path,
         "folder": str(Path.cwd()),
+        "shmem": environment()["OMPI_MCA_shmem"],
+        "tasks": tasks_of_this_job(),
     }
 
 

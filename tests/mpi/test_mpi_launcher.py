@@ -26,14 +26,17 @@ from tests.mpi.rank_functions import (
     environment,
     meet_through_both_worlds,
     stay,
-    tasks_of_this_job,
 )
 from tests.mpi.tasks import SECONDS, Launched
 from tests.waiting import wait_for
 
 
 def run(*args, **options):
-    with closing(Launched(*args, **options).handle) as handle:
+    return results_of(Launched(*args, **options))
+
+
+def results_of(launched):
+    with closing(launched.handle) as handle:
         handle.wait_started(Deadline.after(SECONDS))
         return [cloudpickle.loads(content) for content in handle.results()]
 
@@ -45,7 +48,8 @@ def test_mpi_and_the_core_agree_on_a_world_of_two_hosts(monkeypatch, tmp_path):
     # The tasks of the two hosts alternate, but the ranks of a host are neighbors.
     env = {"MINE": "a b='c'", "HOME": None, "PYTHONPATH": os.pathsep.join([extra_path, str(Path(__file__).parents[2])])}
     extra = ("-x", "BY_MPIRUN=c d")  # a variable that mpirun itself passes to the ranks
-    results = run(meet_through_both_worlds, containers=("a", "b", "a", "b"), env=env, stdout=stdout, extra=extra)
+    launched = Launched(meet_through_both_worlds, containers=("a", "b", "a", "b"), env=env, stdout=stdout, extra=extra)
+    results = results_of(launched)
     assert [one["places"] for one in results] == [
         (0, 4, 0, 2, 0, 2),
         (1, 4, 1, 2, 0, 2),
@@ -62,31 +66,27 @@ def test_mpi_and_the_core_agree_on_a_world_of_two_hosts(monkeypatch, tmp_path):
     assert all(extra_path in one["path"] and str(tmp_path) not in one["path"] for one in results)
     assert [one["folder"] for one in results] == [str(Path(__file__).parents[2])] * 4, "that of the tasks"
     assert sorted(stdout.getvalue().splitlines()) == [f"[{rank}]<stdout>:said by {rank}" for rank in range(4)]
+    # The first task of each host starts its ranks, and the others wait.
+    tasks = [process.pid for process in launched.stage.processes]
+    assert [one["tasks"] for one in results] == [(tasks[0], 4)] * 2 + [(tasks[1], 4)] * 2
 
 
-def test_the_users_arguments_override_placement_and_interfaces_of_open_mpi():
-    extra = ("--map-by", "node", "-mca", "oob_tcp_if_exclude", "docker0")
+def test_the_users_arguments_override_placement_interfaces_and_shared_memory_of_open_mpi():
+    extra = ("--map-by", "node", "-mca", "oob_tcp_if_exclude", "docker0", "--mca", "shmem", "sysv")
     env = {"OMPI_MCA_btl_tcp_if_exclude": "docker0"}
     results = run(meet_through_both_worlds, containers=("a", "b", "a"), extra=extra, env=env)
     assert [one["host"] for one in results] == ["a", "b", "a"]
     assert [one["places"] for one in results] == [(0, 3, 0, 2, 0, 2), (1, 3, 0, 1, 1, 2), (2, 3, 1, 2, 0, 1)]
     assert [one["mpi"] for one in results] == [(rank, 3) for rank in range(3)]
     assert [one["sums"] for one in results] == [(6, 6.0)] * 3
+    assert [one["shmem"] for one in results] == ["sysv"] * 3
 
 
-@pytest.mark.parametrize(("extra", "component"), [((), "mmap"), (("--mca", "shmem", "sysv"), "sysv")])
-def test_open_mpi_does_not_test_posix_shared_memory_which_a_killed_process_would_leave(
-    extra, component, monkeypatch, tmp_path
-):
+def test_a_rank_has_the_environment_of_its_task(monkeypatch, tmp_path):
     python = tmp_path / "the path of this Python: with spaces"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
-    (result,) = run(environment, containers=("a",), extra=extra)
-    assert result["OMPI_MCA_shmem"] == component
-
-
-def test_a_rank_has_the_environment_of_its_task():
     odd = {"MINE": "two\nlines 'and' \"quotes\" $HOME \\", "EMPTY": ""}
     (result,) = run(environment, containers=("a",), env={**odd, "PATH": os.environ["PATH"]})
     of_ranks = re.compile(
@@ -95,22 +95,15 @@ def test_a_rank_has_the_environment_of_its_task():
     left = {name: value for name, value in result.items() if not of_ranks.fullmatch(name)}
     own = {name: value for name, value in os.environ.items() if not of_ranks.fullmatch(name)}
     assert left == {**own, **odd, "CONTAINER_ID": "a"}
-
-
-def test_the_first_task_of_each_host_starts_its_ranks_and_the_others_wait():
-    launched = Launched(tasks_of_this_job, containers=("a", "b", "a", "b"))
-    with closing(launched.handle):
-        found = [cloudpickle.loads(content) for content in launched.handle.results()]
-    tasks = [process.pid for process in launched.stage.processes]
-    assert [above for above, _ in found] == [tasks[0], tasks[0], tasks[1], tasks[1]]
-    assert [count for _, count in found] == [4] * 4
+    # Open MPI would test POSIX shared memory, which a killed process would leave.
+    assert result["OMPI_MCA_shmem"] == "mmap"
 
 
 @pytest.mark.parametrize(
     ("how", "words"),
     [
         ("raise", "raised ValueError: no luck (in fn, after init())."),
-        ("exit", "ended with exit code 3 (in fn, after init())."),
+        pytest.param("exit", "ended with exit code 3 (in fn, after init()).", marks=pytest.mark.soak),
         ("kill", "was killed by signal 9 (SIGKILL)"),
     ],
 )
