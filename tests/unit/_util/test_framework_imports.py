@@ -5,8 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 from importlib.util import find_spec
+from types import ModuleType
 
 import pytest
+
+from sparkhvd.estimators.training.worker import find_plugin
 
 _LIGHTNING_AFTER_TENSORFLOW = """
 import tensorflow
@@ -46,9 +49,18 @@ def test_lightning_is_imported_and_torch_compiles_in_a_process_that_has_loaded_t
     assert _run(_LIGHTNING_AFTER_TENSORFLOW) == "Trainer\n(3, 1)\n"
 
 
-@pytest.mark.parametrize("framework", [pytest.param("torch", marks=pytest.mark.soak), "lightning"])
+@pytest.mark.soak
+@pytest.mark.parametrize("framework", ["torch", "lightning"])
 def test_the_estimators_are_imported_without_triton_in_a_process_that_has_loaded_tensorflow(framework: str) -> None:
     assert _run(_PLUGIN_AFTER_TENSORFLOW, f"sparkhvd.estimators.{framework}.plugin:PLUGIN") == "None\n"
+
+
+def test_a_plugin_is_imported_without_triton_if_tensorflow_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorflow", ModuleType("tensorflow"))
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "triton")
+    find_plugin("json:loads")
+    assert sys.modules["triton"] is None
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="PyTorch without triton")
