@@ -15,7 +15,9 @@ DTYPES = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=[2, 3], ids=["2 ranks", "3 ranks"])
+@pytest.fixture(
+    scope="module", params=[pytest.param(2, id="2 ranks", marks=pytest.mark.soak), pytest.param(3, id="3 ranks")]
+)
 def group(request):
     with RankGroup(request.param, imports=TORCH) as started:
         yield started
