@@ -17,8 +17,9 @@ quickstart: .venv/.core-built ## Train a small network on a Spark DataFrame with
 
 # Four parts run at a time even on two cores, because tests often wait for servers and deadlines, and installations for the
 # network. The parts start in this order, the longest first. `clusters` has the tests of tests/spark that start clusters of
-# their own. `rest` has the tests outside of the folders of the other parts.
-FOLDERS := launch docs contract
+# their own. Tests that use the same Spark session or the same servers of HDFS and S3 are in one part. `rest` has the tests
+# outside of the other parts.
+FOLDERS := launch docs
 PYTHON_PARTS := $(addprefix test-python-,spark launch rest estimators docs clusters contract)
 OTHER_PARTS := $(addprefix check-,petastorm lint site)
 SIDE_BY_SIDE := $(MAKE) --no-print-directory --keep-going --jobs=4
@@ -46,7 +47,7 @@ $(FOLDERS:%=test-python-%): test-python-%: $(TEST_ENVIRONMENT)
 	@tools/labelled $* $(PYTEST) tests/$*
 
 test-python-spark: $(TEST_ENVIRONMENT)
-	@tools/labelled spark $(PYTEST) tests/spark -m 'not cluster'
+	@tools/labelled spark $(PYTEST) tests/spark tests/mpi/test_mpi_on_spark.py -m 'not cluster'
 
 test-python-clusters: $(TEST_ENVIRONMENT)
 	@tools/labelled clusters $(PYTEST) tests/spark -m cluster
@@ -54,8 +55,12 @@ test-python-clusters: $(TEST_ENVIRONMENT)
 test-python-estimators: $(TEST_ENVIRONMENT)
 	@tools/labelled estimators $(PYTEST) tests/unit/estimators
 
+test-python-contract: $(TEST_ENVIRONMENT)
+	@tools/labelled contract $(PYTEST) tests/contract tests/stores
+
 test-python-rest: $(TEST_ENVIRONMENT)
-	@tools/labelled rest $(PYTEST) $(patsubst %,--ignore=tests/%,spark unit/estimators $(FOLDERS))
+	@tools/labelled rest $(PYTEST) \
+		$(patsubst %,--ignore=tests/%,spark unit/estimators contract stores mpi/test_mpi_on_spark.py $(FOLDERS))
 
 check-petastorm: .venv/.core-built
 	@tools/labelled petastorm $(MAKE) test-petastorm

@@ -29,6 +29,7 @@ def two_nodes(tmp_path_factory):
         yield running
 
 
+@pytest.mark.soak
 def test_reading_continues_when_data_nodes_fail_and_ends_with_an_error_without_any(two_nodes):
     table = pa.table({"x": pa.array(range(1_000_000), pa.int64())})
     settings = {"dfs.client.socket-timeout": "2000"}
@@ -57,6 +58,7 @@ def test_reading_continues_when_data_nodes_fail_and_ends_with_an_error_without_a
     store._connection.close()
 
 
+@pytest.mark.soak
 def test_writing_without_a_data_node_fails_and_leaves_no_files(two_nodes):
     for node in two_nodes.data_nodes:
         node.kill()
