@@ -377,7 +377,7 @@ BOTH_TRANSPORTS = pytest.mark.parametrize("shared_memory", [True, False], ids=["
 
 
 @BOTH_TRANSPORTS
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.soak), 3])
 def test_every_collective_is_correct_across_processes(size, shared_memory):
     with Ranks("every_collective", size, shared_memory=shared_memory) as ranks:
         for rank, (local_ranks, operations) in enumerate(ranks.next_reports()):
@@ -394,8 +394,15 @@ def test_each_rank_scales_its_own_contribution_even_in_fused_operations(shared_m
             assert every_repetition_was_a_hit, "another prescale needs no new negotiation"
 
 
-@BOTH_TRANSPORTS
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize(
+    ("lost", "shared_memory"),
+    [
+        pytest.param(0, False, id="0-tcp"),
+        pytest.param(1, True, id="1-shm"),
+        pytest.param(0, True, id="0-shm", marks=pytest.mark.soak),
+        pytest.param(1, False, id="1-tcp", marks=pytest.mark.soak),
+    ],
+)
 def test_the_errors_of_waiting_ranks_name_a_killed_rank(lost, shared_memory):
     with Ranks(f"wait_for_rank_{lost}", 3, shared_memory=shared_memory) as ranks:
         ranks.next_reports()
@@ -407,7 +414,7 @@ def test_the_errors_of_waiting_ranks_name_a_killed_rank(lost, shared_memory):
             assert f"lost rank {lost}: " in message
 
 
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_the_errors_of_waiting_ranks_name_a_suspended_rank_after_the_collective_timeout(lost):
     with Ranks(f"wait_for_rank_{lost}", 3, collective_timeout_s=0.5) as ranks:
         assert ranks.next_reports() == ["ready"] * 3
