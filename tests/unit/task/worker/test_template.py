@@ -146,7 +146,9 @@ def test_without_warm_seconds_no_worker_is_forked(recording_module):
     check_that_no_worker_is_forked(recording_module, seconds=0.0)
 
 
-@pytest.mark.parametrize("change", [{"OMP_NUM_THREADS": "3"}, {"PYTHONHASHSEED": "5"}])
+@pytest.mark.parametrize(
+    "change", [{"OMP_NUM_THREADS": "3"}, pytest.param({"PYTHONHASHSEED": "5"}, marks=pytest.mark.soak)]
+)
 def test_a_worker_with_other_variables_is_not_forked(recording_module, change):
     result(spawn(recording_module), where_imported)
     importer, pid = result(spawn(recording_module, **change), where_imported)
@@ -265,8 +267,28 @@ def replace_the_current_folder(folder: Path) -> Callable[[], object]:
     return lambda: None
 
 
+INHERITED = [change_umask, lower_the_limit_of_open_files, ignore_a_signal, replace_the_current_folder]
+
+
+@pytest.mark.parametrize("change", INHERITED)
+def test_a_change_of_inherited_state_needs_another_template(tmp_path, monkeypatch, change):
+    def address():
+        return template_module.Origin.of(("python",), {}).address
+
+    folder = tmp_path / "current"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    before = address()
+    assert address() == before
+    restore = change(folder)
+    try:
+        assert address() != before
+    finally:
+        restore()
+
+
 @pytest.mark.parametrize(
-    "change", [change_umask, lower_the_limit_of_open_files, ignore_a_signal, replace_the_current_folder]
+    "change", [INHERITED[0], *(pytest.param(change, marks=pytest.mark.soak) for change in INHERITED[1:])]
 )
 def test_a_worker_is_not_forked_after_a_change_of_inherited_state(recording_module, tmp_path, monkeypatch, change):
     folder = tmp_path / "current"
