@@ -9,6 +9,8 @@
 #include <string>
 #include <vector>
 
+#include "base/thorough.h"
+
 namespace sparkhvd {
 namespace {
 
@@ -63,6 +65,7 @@ RowOrder OrderOf(const std::vector<int64_t>& places, size_t rows) {
 }
 
 TEST(RowOrder, PicksRowsOfEverySizeForAnyNumberOfColumns) {
+  if (!Thorough()) GTEST_SKIP() << "a single thread";
   const std::vector<size_t> part_rows = {300, 0, 1, 212};
   const size_t rows = 513;
   std::vector<int64_t> places = Shuffled(rows);
