@@ -22,7 +22,7 @@ DTYPES = [
     scope="module", params=[pytest.param(2, id="2 ranks", marks=pytest.mark.soak), pytest.param(3, id="3 ranks")]
 )
 def group(request):
-    with RankGroup(request.param, imports=("sparkhvd.numpy",)) as started:
+    with RankGroup(request.param, imports=("torch", "sparkhvd.numpy")) as started:
         yield started
 
 
