@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import keras
 import numpy as np
+import pytest
 
 import sparkhvd.keras as hvd
 from sparkhvd.comm import session
@@ -17,6 +18,12 @@ from tests.unit.estimators.arrays import Hooks, partition_rows, schema, spec
 DATA = schema(x=("feature", "float64", (6,), "array"), y=("label", "int64", (), "scalar"))
 WEIGHTED = schema(
     x=("feature", "float64", (6,), "array"), y=("label", "int64", (), "scalar"), w=("weight", "float64", (), "scalar")
+)
+
+
+# For tests of code that does not depend on the backend: PyTorch traces no graphs.
+ON_TORCH = pytest.mark.parametrize(
+    "group", [pytest.param("tensorflow", marks=pytest.mark.soak), "torch"], indirect=True
 )
 
 
