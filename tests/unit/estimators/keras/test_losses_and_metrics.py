@@ -68,7 +68,12 @@ def train_with_ignored_values(kind, sizes, passes):
 
 @pytest.mark.parametrize(
     ("kind", "passes"),
-    [*((kind, 1) for kind in ("ignored", "weighted", "masked", "masked and weighted")), ("weighted", 2), ("masked", 3)],
+    [
+        *((kind, 1) for kind in ("ignored", "masked and weighted")),
+        *(pytest.param(kind, 1, marks=pytest.mark.soak) for kind in ("weighted", "masked")),
+        ("weighted", 2),
+        ("masked", 3),
+    ],
 )
 def test_losses_with_masks_divide_by_the_unmasked_values_of_a_step(group, kind, passes):
     """One rank has no rows in one step, and only masked rows in another; check training and validation."""
@@ -137,7 +142,8 @@ def train_with_a_loss_per_value(outputs):
     return trainer._model.get_weights(), all_rows
 
 
-@pytest.mark.parametrize("outputs", [3, 4])  # with 4, the number of rows of a rank, a wrong alignment raises no error
+# With 4 outputs, the number of rows of a rank, a wrong alignment changes the weights; otherwise, it raises an error.
+@pytest.mark.parametrize("outputs", [pytest.param(3, marks=pytest.mark.soak), 4])
 def test_the_weight_of_a_row_applies_to_all_its_values_if_the_loss_does_not_average_them(group, outputs):
     (mine, all_rows), _ = group.run(train_with_a_loss_per_value, outputs)
     kernel, bias = np.zeros((2, outputs)), np.zeros(outputs)
@@ -259,7 +265,14 @@ def train_with_metrics_without_means(sizes):
     return [average_over_ranks(report, session.current()) for report in hooks.reports]
 
 
-@pytest.mark.parametrize("sizes", [PARTIAL_END, EMPTY_WITHIN, [(7, 1)] * 9 + [(0, 3)]])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [*EMPTY_WITHIN, *[(7, 1)] * 3, (0, 3)],
+        *(pytest.param(sizes, marks=pytest.mark.soak) for sizes in (PARTIAL_END, EMPTY_WITHIN)),
+    ],
+    ids=["all", "fewer rows at the end", "a rank without rows"],
+)
 def test_metrics_that_are_not_means_cover_all_rows(group, sizes):
     records, others = group.run(train_with_metrics_without_means, sizes)
     assert records[-1].train == others[-1].train
@@ -291,7 +304,14 @@ def evaluate_two_losses(sizes):
     return [[values[name] for name in names] for values in (record.train, record.validation)]
 
 
-@pytest.mark.parametrize("sizes", [[(4, 1)], [*PARTIAL_END[:2], (5, 2)], [(4, 4), (3, 0)]])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [(4, 1), (4, 4), (5, 2), (3, 0)],
+        *(pytest.param(sizes, marks=pytest.mark.soak) for sizes in ([(4, 1)], [(4, 4), (3, 0)])),
+    ],
+    ids=["all", "one step", "a rank without rows"],
+)
 def test_the_loss_of_every_output_is_a_mean_over_the_rows_of_all_ranks(group, sizes):
     (trained, tested), others = group.run(evaluate_two_losses, sizes)
     model, data = normalized_with_two_outputs(), rows_with_two_labels(sum(map(sum, sizes)))
@@ -339,8 +359,8 @@ def report_ranking(sizes):
     return record.train["auc"], record.validation["auc"]
 
 
-@pytest.mark.parametrize("sizes", [PARTIAL_END, EMPTY_END], ids=["fewer rows at the end", "a rank without rows"])
-def test_metrics_cover_all_rows_even_beside_other_values_of_a_user_defined_step(group, sizes):
+def test_metrics_cover_all_rows_even_beside_other_values_of_a_user_defined_step(group):
+    sizes = [*PARTIAL_END, *EMPTY_END]
     model, data = built(Ranking), rows(sum(map(sum, sizes)))
     expected = keras.metrics.AUC()
     expected.update_state(np.minimum(data["y"], 1)[:, None], model(data["x"].astype(np.float32)))

@@ -89,10 +89,13 @@ def train_plainly(sizes, weighted, passes=1):
 @pytest.mark.parametrize(
     ("sizes", "weighted", "passes"),
     [
-        *((sizes, weighted, 1) for sizes in (EVEN, PARTIAL_END, EMPTY_END) for weighted in (False, True)),
-        (PARTIAL_END, False, 2),
+        ([*EMPTY_WITHIN, (2, 1)], False, 1),
+        (EMPTY_END, True, 1),
         (EMPTY_END, True, 3),
-        (EMPTY_WITHIN, False, 1),
+        *(
+            pytest.param(*case, marks=pytest.mark.soak)
+            for case in ((EVEN, False, 1), (EVEN, True, 1), (PARTIAL_END, True, 1), (PARTIAL_END, False, 2))
+        ),
     ],
 )
 def test_ranks_are_one_big_batch(group, sizes, weighted, passes):
@@ -266,6 +269,12 @@ def test_buffers_of_pytorch_modules_are_means_over_the_rows_of_all_ranks(group, 
         assert [mean, variance, batches] == other
 
 
+UNEVEN = [
+    pytest.param([(5, 3), (4, 4), (8, 0), (1, 0)], id="a rank without rows"),
+    pytest.param(PARTIAL_END, marks=pytest.mark.soak, id="fewer rows at the end"),
+]
+
+
 class TwoPlainOptimizers(TwoOptimizers):
     @staticmethod
     def make_other_optimizer():
@@ -285,7 +294,7 @@ def train_with_two_optimizers(sizes):
     return trainer._model.get_weights()
 
 
-@pytest.mark.parametrize("sizes", [PARTIAL_END, EMPTY_END], ids=["fewer rows at the end", "a rank without rows"])
+@pytest.mark.parametrize("sizes", UNEVEN)
 def test_every_gradient_of_a_user_defined_step_is_weighted_by_the_rows_of_its_batch(group, sizes):
     model, data = built(TwoPlainOptimizers), rows(sum(map(sum, sizes)))
     model.compile(optimizer=keras.optimizers.SGD(0.1), loss="mse", jit_compile=False)
@@ -295,7 +304,7 @@ def test_every_gradient_of_a_user_defined_step_is_weighted_by_the_rows_of_its_ba
             np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("sizes", [PARTIAL_END, EMPTY_END], ids=["partial end", "empty end"])
+@pytest.mark.parametrize("sizes", UNEVEN)
 def test_batch_normalization_over_all_ranks_makes_them_one_big_batch(group, sizes):
     mine, other = group.run(train_with_normalization, sizes)
     if mine is None:
