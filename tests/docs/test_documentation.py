@@ -30,17 +30,30 @@ if TYPE_CHECKING:
 
 _ROOT = Path(__file__).parents[2]
 _BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-_PAGES = sorted(
-    str(page.relative_to(_ROOT))
-    for page in [_ROOT / "README.md", *(_ROOT / "docs").rglob("*.md")]
-    if _BLOCK.search(page.read_text())
-)
+# What the functions for the ranks may import; an estimator of the same framework can use the same warm process.
 # PyTorch's optimizers import torch._dynamo, which must come before TensorFlow.
 _IMPORTS = {
-    "sparkhvd.torch": ("torch._dynamo", "sparkhvd.torch"),
+    "sparkhvd.torch": TorchEstimator.preload,
     "sparkhvd.lightning": ("torch._dynamo", "sparkhvd.lightning"),
     "sparkhvd.keras": ("sparkhvd.keras",),
 }
+
+
+def _frameworks(page: str) -> list[bool]:
+    """Return which frameworks a page uses. Pages in this order find the warm process of their imports."""
+    text = (_ROOT / page).read_text()
+    names = [name.removeprefix("sparkhvd.") for name in _IMPORTS]
+    return [f"    import sparkhvd.{name}" in text or f"{name.title()}Estimator(" in text for name in reversed(names)]
+
+
+_PAGES = sorted(
+    (
+        str(page.relative_to(_ROOT))
+        for page in [_ROOT / "README.md", *(_ROOT / "docs").rglob("*.md")]
+        if _BLOCK.search(page.read_text())
+    ),
+    key=lambda page: (_frameworks(page), page),
+)
 
 
 def test_readme_and_guide_contain_code() -> None:
