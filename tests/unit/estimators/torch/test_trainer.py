@@ -113,6 +113,7 @@ def relative_error(parameters, wanted):
     return np.linalg.norm(parameters - wanted) / np.linalg.norm(wanted)
 
 
+@pytest.mark.parametrize("group", [2, 3], ids=["2 ranks", "3 ranks"], indirect=True)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(
     "sizes", [EVEN, PARTIAL_END, UNEVEN, SOME_EMPTY], ids=["even", "partial end", "uneven", "some empty"]
