@@ -20,6 +20,8 @@ from sparkhvd.errors import ConfigError, DataError, LaunchError, MismatchError, 
 from tests.launch import elastic_frameworks as frameworks
 from tests.launch import elastic_training as training
 
+pytestmark = pytest.mark.usefixtures("warm_ranks")  # other tests of elastic jobs start each rank anew
+
 FAST = {"launcher": "local", "start_timeout": 60, "elastic_timeout": 30, "cooldown_range": (0.5, 5), "verbose": 0}
 
 
@@ -356,7 +358,6 @@ def test_arguments_that_cannot_work_are_rejected(arguments, message):
         sparkhvd.run_elastic(os.getpid, **{"num_proc": 2, "launcher": "local"} | arguments)
 
 
-@pytest.mark.usefixtures("warm_ranks")
 def test_a_tensorflow_function_outlives_the_loss_of_a_rank_and_averages_over_the_remaining_ranks(tmp_path):
     results = sparkhvd.run_elastic(
         frameworks.train_tensorflow,
@@ -379,7 +380,6 @@ def test_a_tensorflow_function_outlives_the_loss_of_a_rank_and_averages_over_the
         assert found_bias == pytest.approx(bias, rel=1e-4)
 
 
-@pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize("backend", ["tensorflow", pytest.param("torch", marks=pytest.mark.soak)])
 def test_a_keras_training_that_loses_a_rank_ends_with_the_weights_of_an_undisturbed_one(tmp_path, backend):
     results = sparkhvd.run_elastic(
@@ -403,7 +403,6 @@ def test_a_keras_training_that_loses_a_rank_ends_with_the_weights_of_an_undistur
             np.testing.assert_allclose(found, expected, rtol=1e-4)
 
 
-@pytest.mark.usefixtures("warm_ranks")
 def test_a_torch_training_that_loses_a_rank_ends_with_the_weights_of_an_undisturbed_one(tmp_path):
     results = sparkhvd.run_elastic(
         frameworks.train_torch, (str(tmp_path), 12, 8), num_proc=2, min_num_proc=1, preload=("torch._dynamo",), **FAST
@@ -424,7 +423,6 @@ def test_a_torch_training_that_loses_a_rank_ends_with_the_weights_of_an_undistur
     assert len(results) == 1
 
 
-@pytest.mark.usefixtures("warm_ranks")
 def test_a_trainer_of_lightning_continues_from_its_checkpoint_when_a_rank_is_lost_and_when_one_joins(tmp_path):
     options = FAST | {"preload": ("torch._dynamo", "lightning.pytorch"), "elastic_timeout": 60}
     arguments = (str(tmp_path), (2, 1, 2))
@@ -454,7 +452,6 @@ def test_a_trainer_of_lightning_continues_from_its_checkpoint_when_a_rank_is_los
             assert torch.allclose(torch.tensor(found), expected, atol=1e-5)
 
 
-@pytest.mark.usefixtures("warm_ranks")
 def test_a_model_whose_state_dict_has_copies_is_synchronized():
     options = FAST | {"preload": ("torch._dynamo",)}
     weights = sparkhvd.run_elastic(frameworks.synchronize_a_model_whose_state_dict_holds_copies, num_proc=2, **options)
