@@ -123,26 +123,45 @@ def test_the_exit_code_of_the_doctor_is_its_verdict(spark, tmp_path, capsys):
         (["more"], "unexpected argument more. See sparkhvd --help."),
         (["--nothing"], "unknown flag --nothing. See sparkhvd --help."),
         (["--mastr", "yarn"], r"unknown flag --mastr. Did you mean --master\? See sparkhvd --help."),
+    ],
+)
+def test_the_doctor_refuses_wrong_flags_in_one_line(flags, words, capsys):
+    try:
+        code: object = main(["doctor", *flags])
+    except SystemExit as ended:
+        code = ended.code
+    assert code != 0
+    printed = capsys.readouterr()
+    assert not printed.out
+    assert re.fullmatch(rf"sparkhvd: .*{words}.*\n", printed.err), printed.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
         (
             ["--master", "nonsense"],
             "no Spark session on nonsense: .* Spark's last output: .*Master must either be yarn or start with",
         ),
-        (
+        pytest.param(
             ["--master", "spark://127.0.0.1:1", "--timeout", "10"],
             "on spark://127.0.0.1:1: it was not created within --timeout 10 s",
+            marks=pytest.mark.soak,
         ),
         (
             ["--master", "spark://no.host.invalid:7077,other.invalid:7077"],
             "cannot resolve the host 'no.host.invalid' .* and 'other.invalid' .*Check the name",
         ),
-        (["--remote", "sc://no.host.invalid"], "cannot resolve the host 'no.host.invalid'"),
+        pytest.param(
+            ["--remote", "sc://no.host.invalid"], "cannot resolve the host 'no.host.invalid'", marks=pytest.mark.soak
+        ),
         (
             ["--remote", "sc://127.0.0.1:1", "--timeout", "3"],
             "on sc://127.0.0.1:1: it was not created within --timeout 3 s",
         ),
     ],
 )
-def test_the_doctor_reports_in_one_line_why_it_cannot_run(flags, words):
+def test_the_doctor_reports_in_one_line_why_it_has_no_session(flags, words):
     done = subprocess.run(
         [sys.executable, "-m", "sparkhvd.cli.main", "doctor", *flags],
         capture_output=True,
