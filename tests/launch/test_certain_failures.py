@@ -31,11 +31,11 @@ def counted(folder: Path, task: Callable[..., Iterator], job: object, batches: I
     ("launcher", "task", "arguments", "words"),
     [
         ("barrier", run_task, {"executable": "/no/python"}, NO_PYTHON),
-        ("barrier", run_task, {"nics": ["bogus0"]}, NO_NETWORK),
         ("mpi", run_mpi_task, {"nics": ["bogus0"]}, NO_NETWORK),
-        ("mpi", run_mpi_task, {"executable": "/no/python"}, NO_PYTHON),
+        pytest.param("barrier", run_task, {"nics": ["bogus0"]}, NO_NETWORK, marks=pytest.mark.soak),
+        pytest.param("mpi", run_mpi_task, {"executable": "/no/python"}, NO_PYTHON, marks=pytest.mark.soak),
     ],
-    ids=["barrier, no Python", "barrier, no network", "mpi, no network", "mpi, no Python"],
+    ids=["barrier, no Python", "mpi, no network", "barrier, no network", "mpi, no Python"],
 )
 def test_a_failure_that_would_repeat_is_not_retried(spark, tmp_path, monkeypatch, launcher, task, arguments, words):  # noqa: PLR0917
     name = f"sparkhvd.driver.launchers.{launcher}.{task.__name__}"

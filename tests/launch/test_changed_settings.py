@@ -26,7 +26,7 @@ def _settings_of_the_launch(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
 
-@pytest.mark.parametrize("elastic", [False, True])
+@pytest.mark.parametrize("elastic", [False, pytest.param(True, marks=pytest.mark.soak)])
 def test_init_of_a_program_reads_settings_that_the_program_has_changed(tmp_path, elastic):
     flags = ("-np", 2, *(("--min-np", 2) if elastic else ()))
     done = sparkhvdrun(*flags, "--timeline-filename", tmp_path / "launch.json", sys.executable, PROGRAM, tmp_path)
@@ -37,7 +37,7 @@ def test_init_of_a_program_reads_settings_that_the_program_has_changed(tmp_path,
     assert not (tmp_path / "launch.json").exists()
 
 
-@pytest.mark.parametrize("run", [sparkhvd.run, sparkhvd.run_elastic])
+@pytest.mark.parametrize("run", [pytest.param(sparkhvd.run, marks=pytest.mark.soak), sparkhvd.run_elastic])
 def test_init_of_a_function_reads_settings_that_the_function_has_changed(tmp_path, run):
     assert run(change_settings, (str(tmp_path),), num_proc=2, launcher="local", verbose=0) == [EXPECTED] * 2
     assert "sum1" in (tmp_path / "own.json").read_text()

@@ -201,7 +201,7 @@ def test_a_job_follows_the_hosts_of_a_script_that_fails_at_times_and_names_silen
     assert "on host no.host.invalid did not start: its process ended with exit code 255" in caplog.text
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.soak), signal.SIGKILL])
 def test_no_process_outlives_the_command_on_any_host(reached, tmp_path, number):
     where = ("-H", reached.listed, "-i", reached.key)
     with start("-np", 2, "--min-np", 1, *where, sys.executable, TRAIN, tmp_path, 10**9) as running:

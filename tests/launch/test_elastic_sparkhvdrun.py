@@ -74,7 +74,7 @@ def test_a_program_that_fails_every_time_ends_the_job():
     assert "Ranks have failed like this 3 times without a new commit in between" in stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.soak)])
 def test_no_rank_outlives_the_command(tmp_path, number):
     with start("-np", 2, "--min-np", 1, sys.executable, TRAIN, tmp_path, 10**9) as running:
         wait_for((tmp_path / "running").exists)

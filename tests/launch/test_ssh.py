@@ -79,8 +79,15 @@ def test_elastic_ranks_run_on_hosts_whose_names_only_ssh_knows(ssh_server, monke
     assert [result[:4] for result in results] == [(5, 15.0, rank, 3) for rank in range(3)]
 
 
-@pytest.mark.parametrize("more", [[], ["--mpi"]])
-@pytest.mark.parametrize("flag", ["-H", "-hostfile"])
+@pytest.mark.parametrize(
+    ("flag", "more"),
+    [
+        ("-H", ["--mpi"]),
+        ("-hostfile", []),
+        pytest.param("-H", [], marks=pytest.mark.soak),
+        pytest.param("-hostfile", ["--mpi"], marks=pytest.mark.soak),
+    ],
+)
 def test_sparkhvdrun_reaches_hosts_with_the_given_port_and_key(flag, more, ssh_server, tmp_path):
     folder, port, key = ssh_server
     hosts = tmp_path / "hosts"
