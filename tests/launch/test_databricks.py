@@ -28,6 +28,7 @@ def mounted():
 
 @pytest.mark.spark
 @pytest.mark.cluster
+@pytest.mark.soak
 @pytest.mark.usefixtures("warm_ranks")
 def test_ranks_run_and_train_in_the_environment_of_databricks(mounted, tmp_path):
     discovery = tmp_path / "discover.sh"

@@ -10,7 +10,7 @@ import pytest
 from tests.scripts import results_of, run_script
 from tests.yarn_server import running_yarn
 
-pytestmark = [pytest.mark.spark, pytest.mark.cluster]
+pytestmark = [pytest.mark.spark, pytest.mark.cluster, pytest.mark.soak]
 
 SCRIPT = Path(__file__).with_name("yarn_script.py")
 
