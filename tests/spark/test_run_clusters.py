@@ -38,6 +38,7 @@ def on_a_local_cluster(folder: Path, *frameworks: str) -> subprocess.CompletedPr
     return start([sys.executable, SCRIPT, "local-cluster[2,1,1024]", folder / "attempts", *frameworks], folder)
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("connect_port")
 @pytest.mark.parametrize("how", ["master", "remote"])
 def test_dynamic_allocation_is_refused_on_a_cluster_and_ignored_on_a_local_master(how, tmp_path):

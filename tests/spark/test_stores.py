@@ -130,6 +130,7 @@ def sparks_own_credentials(spark, s3):
 
 
 @pytest.mark.cluster
+@pytest.mark.soak
 def test_spark_writes_rows_to_s3_with_its_own_connector_if_present(s3, tmp_path):
     script = Path(__file__).with_name("s3a_script.py")
     results = results_of(run_script([sys.executable, script, s3a_jars(), json.dumps(s3.options)], tmp_path, 280))

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.spark import slots
 from sparkhvd.driver.spark.slots import Cluster, fixed_slots, reserve
-from sparkhvd.errors import SlotsError
+from sparkhvd.errors import LaunchError, SlotsError
 from tests.waiting import soon
 
 
@@ -47,6 +48,24 @@ def test_too_few_local_slots_fail_at_once_with_both_numbers_and_the_setting():
 def test_too_few_slots_of_a_local_cluster_fail_before_its_executors_register():
     with pytest.raises(SlotsError, match=r"num_proc=3 is more than the 2 slots .*local-cluster\[3,1,1024\]"):
         reserve(cluster("local-cluster[2,1,1024]", 0), 3, soon())
+
+
+def session(**settings: str) -> SimpleNamespace:
+    return SimpleNamespace(conf={f"spark.{name.replace('_', '.')}": value for name, value in settings.items()})
+
+
+@pytest.mark.parametrize(
+    ("master", "is_cluster"),
+    [("local", False), ("local[2]", False), ("local-cluster[1,1,1024]", True), ("yarn", True), ("", True)],
+)
+def test_only_a_cluster_has_dynamic_allocation(master, is_cluster):
+    assert slots.has_dynamic_allocation(session(dynamicAllocation_enabled="true", master=master)) == is_cluster
+    assert not slots.has_dynamic_allocation(session(master=master))
+
+
+def test_dynamic_allocation_is_refused_before_any_job():
+    with pytest.raises(LaunchError, match=r"does not run barrier stages .*dynamicAllocation\.enabled=false"):
+        slots._check_session(session(dynamicAllocation_enabled="true", master="yarn"))
 
 
 def test_reserve_waits_for_executors_that_register_late():
