@@ -276,7 +276,7 @@ def _ports_taken(folder: Path) -> list[str]:
 
 
 def _cut_off(folder: Path) -> list[str]:
-    """Run the faults that cut off one of four hosts, and a fit on these hosts with each Store."""
+    """Run the faults that cut off one of three hosts, and a fit on these hosts with each Store."""
     if why_not():
         return [f"  host cut off: not run, {why_not()}"]
     command = [sys.executable, "-m", "tests.launch.namespaces_script", folder, "thoroughly"]
@@ -288,7 +288,7 @@ def _cut_off(folder: Path) -> list[str]:
     lines = [_line(name, row["seconds"], row["error"], row["wrong"]) for name, row in found["cut off"].items()]
     largest = {store: max(errors) for store, errors in found["errors"].items()}
     verdict = "all right" if max(largest.values()) < 0.5 else "FAILED"
-    return [*lines, f"  fits on four hosts, by Store, with their largest error: {largest}: {verdict}"]
+    return [*lines, f"  fits on three hosts, by Store, with their largest error: {largest}: {verdict}"]
 
 
 def elastic(minutes: float) -> str:

@@ -1,4 +1,4 @@
-"""Run by test_namespaces.py in a separate process: four hosts, every Store, disconnected hosts.
+"""Run by test_namespaces.py in a separate process: three hosts, every Store, disconnected hosts.
 
 python -m tests.launch.namespaces_script FOLDER [thoroughly]
 """
@@ -21,14 +21,13 @@ from sparkhvd.deadline import Deadline
 from sparkhvd.driver.spark.resources import TaskResources
 from sparkhvd.driver.spark.slots import reserve_tasks
 from sparkhvd.errors import LaunchError
-from tests import lines
 from tests.hdfs_server import running_hdfs
 from tests.launch import hosts, wire
 from tests.launch.faults import CUT_OFF_FAULTS, Fault, complaints, inject
 from tests.s3_server import BUCKET, running_s3
 from tests.scripts import print_results
 
-HOSTS = 4
+HOSTS = 3
 
 
 def place() -> dict[str, object]:
@@ -99,48 +98,47 @@ def launched_apart(one: hosts.Host, others: Sequence[hosts.Host]) -> str:
     return "nothing"
 
 
-def learned(spark: SparkSession, store: Store) -> list[float]:
-    """Return the error of a fit with one rank per host."""
-    return lines.errors(spark, store, num_proc=HOSTS, batch_size=4)
-
-
-def learned_everywhere(
-    spark: SparkSession, shared: Store, address: str, folder: Path, thoroughly: bool
-) -> dict[str, list[float]]:
+def learned_everywhere(spark: SparkSession, shared: Store, address: str, folder: Path) -> dict[str, list[float]]:
     """Return the errors of fits with Stores that all hosts reach: servers, and a shared folder."""
+    from tests import lines  # noqa: PLC0415 - imports PyTorch
+
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setenv("SPARKHVD_WARM_SECONDS", "60")  # the first fit imports PyTorch for all
         s3 = stack.enter_context(running_s3(address=address))
-        stores = {"s3": Store.create(f"s3a://{BUCKET}/store", storage_options=s3.options)}
-        if thoroughly:
-            folder.mkdir()
-            hdfs = stack.enter_context(running_hdfs(folder, address=address))
-            stores |= {"hdfs": Store.create(f"{hdfs.url}/store"), "a folder": shared}
-        return {name: learned(spark, store) for name, store in stores.items()}
+        folder.mkdir()
+        hdfs = stack.enter_context(running_hdfs(folder, address=address))
+        stores = {
+            "s3": Store.create(f"s3a://{BUCKET}/store", storage_options=s3.options),
+            "hdfs": Store.create(f"{hdfs.url}/store"),
+            "a folder": shared,
+        }
+        return {name: lines.errors(spark, store, num_proc=HOSTS, batch_size=4) for name, store in stores.items()}
 
 
-def say(backwards: str) -> None:
-    """Print a word, and reduce a tensor of its letters; Spark itself sends neither."""
+def place_and_say(backwards: str) -> dict[str, object]:
+    """Return the rank's place; print a word, and reduce a tensor of its letters. Spark itself sends neither."""
     import numpy as np  # noqa: PLC0415
 
     from sparkhvd.comm import session  # noqa: PLC0415
     from sparkhvd.comm.collectives.buffers import ReduceOp  # noqa: PLC0415
 
-    session.init()
+    found = place()
     word = "".join(reversed(backwards))
     print(f"printed {word}", flush=True)
     letters = np.frombuffer(f"reduced {word} ".encode(), np.uint8).copy()
     session.current().allreduce(letters, ReduceOp.MAX, name="letters")
+    return found
 
 
-def overheard_words(launcher: str, encrypt: str) -> list[str]:
-    """Return what an observer between the hosts can read of a job."""
+def run_overheard(launcher: str, encrypt: str) -> dict[str, object]:
+    """Return the places of a job's ranks, and what an observer between the hosts can read of the job."""
     word = "gnihtemos"
     traces = [f"printed {word[::-1]}", f"reduced {word[::-1]}", "finished/"]  # the rendezvous sends the last word
+    environment = {"SPARKHVD_ENCRYPT": encrypt}
     with wire.overheard([trace.encode() for trace in traces]) as heard:
-        sparkhvd.run(say, (word,), num_proc=HOSTS, launcher=launcher, env={"SPARKHVD_ENCRYPT": encrypt})
-    return [trace for trace in traces if trace.encode() in heard]
+        ranks = sparkhvd.run(place_and_say, (word,), num_proc=HOSTS, launcher=launcher, env=environment)
+    return {"ranks": ranks, "overheard": [trace for trace in traces if trace.encode() in heard]}
 
 
 def session_on(cluster: hosts.Cluster) -> SparkSession:
@@ -167,23 +165,22 @@ def main(folder: Path, thoroughly: bool) -> None:
                 "preflight of two apart": examined_apart(session, *cluster.hosts[1:3]),
                 "preflight of a network": examined(session, nics=[host.interface for host in cluster.hosts]),
                 "preflight of bridges": examined(session, nics=["docker0"]),
-                "barrier": sparkhvd.run(place, num_proc=HOSTS, launcher="barrier"),
-                "mpi": sparkhvd.run(place, num_proc=HOSTS, launcher="mpi"),
-                "mpi, one apart": launched_apart(
-                    cluster.hosts[1], [one for one in cluster.hosts if one is not cluster.hosts[1]]
-                ),
-                "overheard": {
-                    f"{launcher}, {encrypt}": overheard_words(launcher, encrypt)
+                "jobs": {
+                    f"{launcher}, {encrypt}": run_overheard(launcher, encrypt)
                     for launcher in ("barrier", "mpi")
                     for encrypt in ("0", "1")
                 },
-                "errors": learned_everywhere(session, shared, cluster.address, folder / "hdfs", thoroughly),
+                "mpi, one apart": launched_apart(
+                    cluster.hosts[1], [one for one in cluster.hosts if one is not cluster.hosts[1]]
+                ),
                 "cut off": {
                     fault.name: cut_off(fault, folder / f"cut {number}", session, cluster)
                     for number, fault in enumerate(CUT_OFF_FAULTS)
                     if thoroughly or fault.always
                 },
             }
+            if thoroughly:
+                results["errors"] = learned_everywhere(session, shared, cluster.address, folder / "hdfs")
         finally:
             session.stop()
     print_results(results)

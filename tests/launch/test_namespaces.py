@@ -1,4 +1,4 @@
-"""Four network namespaces as four hosts, each with its own Spark worker and address."""
+"""Three network namespaces as three hosts, each with its own Spark worker and address."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def results(tmp_path_factory) -> dict:
 
 def test_the_preflight_examines_every_host(results):
     assert results["preflight"]["problems"] == []
-    slots = r"4 ranks \(4 requested; master spark://\S+\), available after [\d.]+ s"
+    slots = r"3 ranks \(3 requested; master spark://\S+\), available after [\d.]+ s"
     assert re.fullmatch(slots, results["preflight"]["slots"]), "Spark has brought executors since the session began"
     assert sorted(results["preflight"]["hosts"]) == sorted(results["addresses"])
 
@@ -45,19 +45,16 @@ def test_the_preflight_names_two_hosts_that_cannot_connect_with_a_remedy(results
 def test_the_preflight_tries_only_the_named_network(results):
     assert results["preflight of a network"]["problems"] == []
     (problem,) = results["preflight of bridges"]["problems"]
-    assert len(re.findall(r"cannot reach [\d.]+: No server answered; tried 172\.17\.0\.1:", problem)) == 10
+    assert len(re.findall(r"cannot reach [\d.]+: No server answered; tried 172\.17\.0\.1:", problem)) == 6
 
 
+@pytest.mark.parametrize("encrypt", ["0", "1"])
 @pytest.mark.parametrize("launcher", ["barrier", "mpi"])
-def test_ranks_see_every_host_and_reach_each_other(results, launcher):
-    assert [one["cross"] for one in results[launcher]] == [[rank, 4, rank, 1] for rank in range(4)]
-    assert [one["sum"] for one in results[launcher]] == [10.0] * 4
-
-
-@pytest.mark.parametrize("launcher", ["barrier", "mpi"])
-def test_encryption_hides_all_traffic_between_hosts(results, launcher):
-    assert results["overheard"][f"{launcher}, 0"] == ["printed something", "reduced something", "finished/"]
-    assert results["overheard"][f"{launcher}, 1"] == []
+def test_ranks_see_every_host_and_reach_each_other_and_encryption_hides_all_their_traffic(results, launcher, encrypt):
+    job = results["jobs"][f"{launcher}, {encrypt}"]
+    assert [one["cross"] for one in job["ranks"]] == [[rank, 3, rank, 1] for rank in range(3)]
+    assert [one["sum"] for one in job["ranks"]] == [6.0] * 3
+    assert job["overheard"] == (["printed something", "reduced something", "finished/"] if encrypt == "0" else [])
 
 
 def test_an_unreachable_host_is_named_before_mpirun_starts(results):
@@ -68,10 +65,5 @@ def test_an_unreachable_host_is_named_before_mpirun_starts(results):
     assert results["addresses"][1] in named
 
 
-def test_an_estimator_trains_on_four_hosts(results):
-    assert len(results["errors"]["s3"]) == 64
-    assert max(results["errors"]["s3"]) < 0.5, "the line y = 3x + 1 spans 3 and is nearly learned"
-
-
 def test_a_host_cut_off_from_the_network_is_named_soon_without_leftovers(results):
-    assert [row["wrong"] for row in results["cut off"].values()] == [[], []]
+    assert [row["wrong"] for row in results["cut off"].values()] == [[]]
