@@ -1,4 +1,8 @@
-"""Run by test_connect.py in a separate process: a client of Spark Connect cannot have a SparkContext, too."""
+"""Run by test_connect.py in a separate process: a client of Spark Connect cannot have a SparkContext, too.
+
+python connect_script.py [thoroughly]
+python connect_script.py ADDRESS FOLDER
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -52,20 +56,20 @@ def stay(folder: str) -> None:
     time.sleep(600)
 
 
-def interrupted(spark: SparkSession, folder: str) -> str:
+def interrupted(spark: SparkSession, folder: Path) -> str:
     """Return the error of a job whose tag is interrupted from another thread."""
     messages: list[str] = []
 
     def run() -> None:
         spark.addTag("mine")
         try:
-            sparkhvd.run(stay, (folder,), num_proc=2, spark=spark)
+            sparkhvd.run(stay, (str(folder),), num_proc=2, spark=spark)
         except LaunchError as error:
             messages.append(str(error))
 
     running = threading.Thread(target=run, name="tagged")
     running.start()
-    wait_for_files(Path(folder), 2)
+    wait_for_files(folder, 2)
     spark.interruptTag("mine")
     running.join(60)
     return "".join(messages)
@@ -75,7 +79,7 @@ def executor() -> int:
     return next(process.pid for process in psutil.Process().parents() if process.name() == "java")
 
 
-def interrupted_with_slow_rows(spark: SparkSession, folder: str) -> list[list[int]]:
+def interrupted_with_slow_rows(spark: SparkSession, folder: Path) -> list[list[int]]:
     """Return the ranks' executors before and after an interrupted job in which one task had no rows yet."""
 
     def slow(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -96,7 +100,7 @@ def interrupted_with_slow_rows(spark: SparkSession, folder: str) -> list[list[in
 
     running = threading.Thread(target=run, name="tagged")
     running.start()
-    wait_for_files(Path(folder), 2)
+    wait_for_files(folder, 2)
     wait_for(lambda: any(serves_itself(process) for process in psutil.Process(before[0]).children(True)), 120.0)
     spark.interruptTag("rows")
     running.join(60)
@@ -138,13 +142,11 @@ def still_running(folder: Path, seconds: float) -> list[int]:
     return [process.pid for process in psutil.wait_procs(running, timeout=seconds)[1]]
 
 
-def refused_while_busy(spark: SparkSession, folder: str, busy: int) -> str:
+def refused_while_busy(spark: SparkSession, folder: Path, busy: int) -> str:
     """Return the error of a job of two ranks while other tasks occupy ``busy`` of the two slots."""
-    rest = Path(folder, f"{busy} busy")
-    rest.mkdir()
 
     def occupy(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        Path(rest, uuid.uuid4().hex).touch()
+        Path(folder, uuid.uuid4().hex).touch()
         time.sleep(600)
         yield from batches
 
@@ -155,7 +157,7 @@ def refused_while_busy(spark: SparkSession, folder: str, busy: int) -> str:
 
     others = threading.Thread(target=run, name="others")
     others.start()
-    wait_for_files(rest, busy)
+    wait_for_files(folder, busy)
     try:
         sparkhvd.run(rank_and_size, num_proc=2, spark=spark, start_timeout=5)
     except StartTimeoutError as error:
@@ -172,18 +174,18 @@ def stay_until_end(folder: str) -> None:
         time.sleep(0.05)
 
 
-def slots_of_two_jobs(spark: SparkSession, folder: str) -> list[str]:
+def slots_of_two_jobs(spark: SparkSession, folder: Path) -> list[str]:
     """Return the slots while a second job of two ranks waits, and after both have ended."""
-    job = functools.partial(sparkhvd.run, stay_until_end, (folder,), num_proc=2, spark=spark, start_timeout=60)
+    job = functools.partial(sparkhvd.run, stay_until_end, (str(folder),), num_proc=2, spark=spark, start_timeout=60)
     jobs = [threading.Thread(target=job, name=name) for name in ("first", "second")]
     try:
         jobs[0].start()
-        wait_for_files(Path(folder), 2)
+        wait_for_files(folder, 2)
         jobs[1].start()
         wait_for(lambda: sparkhvd.slots(spark).waiting, 120.0)
         waiting = str(sparkhvd.slots(spark))
     finally:
-        Path(folder, "end").touch()
+        (folder / "end").touch()
         for thread in filter(threading.Thread.is_alive, jobs):
             thread.join()
     return [waiting, str(sparkhvd.slots(spark))]
@@ -247,7 +249,7 @@ def predictions_in_plan(spark: SparkSession) -> int:
     return plan.getvalue().count("[predict(")
 
 
-def main() -> None:
+def main(thoroughly: bool) -> None:
     builder = SparkSession.builder.remote("local-cluster[1,2,1024]").config("spark.log.level", "ERROR")
     builder.config("spark.executor.memory", "700m")
     for who in ("worker", "executor"):
@@ -259,72 +261,92 @@ def main() -> None:
     builder.config("spark.connect.execute.reattachable.senderMaxStreamDuration", "2s")
     spark = builder.getOrCreate()
     results: dict[str, object] = {"module": type(spark).__module__}
-    os.environ["SPARKHVD_WARM_SECONDS"] = "60"  # the imports of the frameworks would take most of the time
     try:
-        results["places"] = sparkhvd.run(rank_and_size, num_proc=2)
-        try:
-            sparkhvd.run(fail, num_proc=2)
-        except RankFailedError as error:
-            results["failure"] = str(error)
-        try:
-            sparkhvd.run(rank_and_size, num_proc=3, start_timeout=3)
-        except SlotsError as error:
-            results["slots"] = str(error)
-        try:
-            sparkhvd.run(rank_and_size, num_proc=1, use_mpi=True)
-        except ConfigError as error:
-            results["mpi"] = str(error)
-        results["gpus"] = sparkhvd.run(devices, num_proc=2, gpus_per_task=1)
-        results["gpus without num_proc"] = sparkhvd.run(devices, gpus_per_task=2)
-        try:
-            sparkhvd.run(rank_and_size, num_proc=2, gpus_per_task=2, start_timeout=3)
-        except SlotsError as error:
-            results["slots for GPUs"] = str(error)
-        spark.conf.set("spark.sql.leafNodeDefaultParallelism", "7")
-        try:
-            sparkhvd.run(rank_and_size)
-        except SlotsError as error:
-            results["hidden cores"] = str(error)
-        try:
-            sparkhvd.slots(spark)
-        except ConfigError as error:
-            results["hidden slots"] = str(error)
-        results["preflight with hidden cores"] = [
-            [report.ok, str(report)]
-            for report in (sparkhvd.preflight(num_proc=ranks, stdout=io.StringIO()) for ranks in (2, None))
-        ]
-        spark.conf.unset("spark.sql.leafNodeDefaultParallelism")
-        report = sparkhvd.preflight(num_proc=2, gpus_per_task=1, stdout=io.StringIO())
-        results["preflight"] = [report.ok, str(report)]
-        results["doctor"] = result_of_doctor()
-        each = SparkBackend(2, gpus_per_task=1)
-        results["errors without a Store"] = lines.errors(spark, None, num_proc=None, backend=each)
-        # A Connect server does not send its keys to clients, so they are passed here.
-        options = json.loads(os.environ["S3_STORE"])
-        results["errors on S3"] = lines.errors(spark, Store.create(**options))
-        results["doubled"] = doubled(spark)
-        results["predictions"] = predictions_in_plan(spark)
-        del os.environ["SPARKHVD_WARM_SECONDS"]
         with tempfile.TemporaryDirectory() as folder:
-            results["interrupted"] = interrupted(spark, folder)
-        with tempfile.TemporaryDirectory() as folder:
-            results["executors of slow rows"] = interrupted_with_slow_rows(spark, folder)
-        with tempfile.TemporaryDirectory() as folder:
-            results["left by Ctrl-C"] = left_by_interrupt(Path(folder))
-        with tempfile.TemporaryDirectory() as folder:
-            results["busy"] = [refused_while_busy(spark, folder, busy) for busy in (1, 2)]
-        with tempfile.TemporaryDirectory() as folder:
-            results["slots of two jobs"] = slots_of_two_jobs(spark, folder)
-        with tempfile.TemporaryDirectory() as folder:
-            results["left by a killed client"] = left_by_killed_client(Path(folder))
-        results["places afterwards"] = sparkhvd.run(rank_and_size, num_proc=2)
+            os.environ["SPARKHVD_WARM_SECONDS"] = "60"  # the imports of the frameworks would take most of the time
+            results |= of_every_run(spark, folder)
+            if thoroughly:
+                results |= of_thorough_runs(spark)
+            del os.environ["SPARKHVD_WARM_SECONDS"]
+            results |= interrupts_of_every_run(spark, Path(folder))
+            if thoroughly:
+                results |= interrupts_of_thorough_runs(spark, Path(folder))
+            results["places afterwards"] = sparkhvd.run(rank_and_size, num_proc=2)
     finally:
         spark.stop()
     print_results(results)
 
 
+def error_of(error: type[Exception], action: Callable[[], object]) -> str:
+    """Return the message of the error that an action must raise."""
+    try:
+        return f"no error, but {action()}"
+    except error as raised:
+        return str(raised)
+
+
+def of_every_run(spark: SparkSession, folder: str) -> dict[str, object]:
+    run = functools.partial(sparkhvd.run, rank_and_size)
+    results: dict[str, object] = {
+        "places": run(num_proc=2),
+        "failure": error_of(RankFailedError, lambda: sparkhvd.run(fail, num_proc=2)),
+        "slots": error_of(SlotsError, lambda: run(num_proc=3, start_timeout=3)),
+        "mpi": error_of(ConfigError, lambda: run(num_proc=1, use_mpi=True)),
+        "gpus": sparkhvd.run(devices, num_proc=2, gpus_per_task=1),
+        "slots for GPUs": error_of(SlotsError, lambda: run(num_proc=2, gpus_per_task=2, start_timeout=3)),
+    }
+    spark.conf.set("spark.sql.leafNodeDefaultParallelism", "7")
+    results["hidden cores"] = error_of(SlotsError, run)
+    results["hidden slots"] = error_of(ConfigError, lambda: sparkhvd.slots(spark))
+    results["preflight with hidden cores"] = [
+        [report.ok, str(report)]
+        for report in (sparkhvd.preflight(num_proc=ranks, stdout=io.StringIO()) for ranks in (2, None))
+    ]
+    spark.conf.unset("spark.sql.leafNodeDefaultParallelism")
+    results["errors without a Store"] = lines.errors(
+        spark, None, num_proc=None, backend=SparkBackend(2, gpus_per_task=1)
+    )
+    results["errors with a Store"] = lines.errors(spark, Store.create(f"{folder}/store"))
+    results["doubled"] = doubled(spark)
+    results["predictions"] = predictions_in_plan(spark)
+    return results
+
+
+def of_thorough_runs(spark: SparkSession) -> dict[str, object]:
+    report = sparkhvd.preflight(num_proc=2, gpus_per_task=1, stdout=io.StringIO())
+    return {
+        "gpus without num_proc": sparkhvd.run(devices, gpus_per_task=2),
+        "preflight": [report.ok, str(report)],
+        "doctor": result_of_doctor(),
+        # A Connect server does not send its keys to clients, so they are passed here.
+        "errors on S3": lines.errors(spark, Store.create(**json.loads(os.environ["S3_STORE"]))),
+    }
+
+
+def interrupts_of_every_run(spark: SparkSession, folder: Path) -> dict[str, object]:
+    return {
+        "interrupted": interrupted(spark, made(folder / "interrupted")),
+        "left by Ctrl-C": left_by_interrupt(made(folder / "Ctrl-C")),
+        "busy": refused_while_busy(spark, made(folder / "busy"), 1),
+        "slots of two jobs": slots_of_two_jobs(spark, made(folder / "two jobs")),
+    }
+
+
+def interrupts_of_thorough_runs(spark: SparkSession, folder: Path) -> dict[str, object]:
+    return {
+        "executors of slow rows": interrupted_with_slow_rows(spark, made(folder / "slow rows")),
+        "all busy": refused_while_busy(spark, made(folder / "all busy"), 2),
+        "left by a killed client": left_by_killed_client(made(folder / "killed")),
+    }
+
+
+def made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
 if __name__ == "__main__":
-    if sys.argv[1:]:
+    if sys.argv[2:]:
         sparkhvd.run(stay, (sys.argv[2],), num_proc=2, spark=SparkSession.builder.remote(sys.argv[1]).getOrCreate())
     else:
-        main()
+        main(sys.argv[1:] == ["thoroughly"])
