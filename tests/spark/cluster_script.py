@@ -1,4 +1,7 @@
-"""Run by test_run_clusters.py in a separate process: one process can hold one SparkContext only."""
+"""Run by test_run_clusters.py in a separate process: one process can hold one SparkContext only.
+
+python cluster_script.py MASTER FOLDER {run|interrupted|executor lost|torch|lightning|keras}...
+"""
 
 from __future__ import annotations
 
@@ -63,24 +66,22 @@ def losing_an_executor(session: SparkSession, framework: str, folder: Path) -> d
     df = session.range(80).selectExpr(*trainings.ROWS)
     store = Store.create(str(folder / "store"))
     kill = trainings.Kill(str(folder), 1, 4, executor=True)
-    fits = {
-        "undisturbed": trainings.estimator(framework, store, batch_size=5),
-        "resumed": trainings.estimator(framework, store, kill, batch_size=5),
-    }
-    weights: dict[str, object] = {name: trainings.weights(framework, each.fit(df)) for name, each in fits.items()}
+    undisturbed = trainings.estimator(framework, store, batch_size=5, backend="local")
+    resumed = trainings.estimator(framework, store, kill, batch_size=5)
+    with mock.patch.dict(os.environ, SPARKHVD_WARM_SECONDS="60"):  # imports the framework once
+        weights: dict[str, object] = {"undisturbed": trainings.weights(framework, undisturbed.fit(df))}
+    weights["resumed"] = trainings.weights(framework, resumed.fit(df))
     return {**weights, "steps": (folder / "steps").read_text().split()}
 
 
 def mpi_without_an_executor(session: SparkSession, folder: Path) -> list[str]:
     """Return the problems of a job whose MPI ranks lose their executor."""
-    folder.mkdir()
     fault = next(one for one in EXECUTOR_FAULTS if one.name == "executor killed, in mid-training, mpi")
     return complaints(fault, inject(fault, folder, session))
 
 
 def mpi_interrupted(session: SparkSession, folder: Path) -> list[str]:
     """Return the problems of a job whose driver is interrupted while a task waits for the other."""
-    folder.mkdir()
     fault = next(one for one in FAULTS if one.name == "driver interrupted, before registration, mpi")
     before = executors(session)
     wrong = complaints(fault, inject(fault, folder, session))
@@ -102,7 +103,23 @@ def pids_left(folder: Path) -> list[int]:
     return [process.pid for process in psutil.wait_procs(workers, timeout=20.0)[1]]
 
 
-def main(master: str, folder: Path, frameworks: Sequence[str]) -> None:
+def run(folder: Path) -> dict[str, object]:
+    """Run jobs that succeed, that need too many slots, and that lose a task and an executor."""
+    answers: list[object] = []
+    with mock.patch.object(TaskExchange, "handle", lambda *asked: noted(answers, *asked)):
+        results: dict[str, object] = {"places": sparkhvd.run(place, num_proc=2)}
+    results["met"] = [type(one.result(0)).__name__ for one in answers if isinstance(one, Future)]
+    try:
+        sparkhvd.run(place, num_proc=3)
+    except SlotsError as error:
+        results["slots"] = str(error)
+    results["sums"] = sparkhvd.run(sum_on_third_attempt, (str(folder),), num_proc=2)
+    results["attempts"] = len(list(folder.glob("1-*")))
+    results["left"] = pids_left(folder)
+    return results
+
+
+def main(master: str, folder: Path, parts: Sequence[str]) -> None:
     builder = SparkSession.builder.master(master).config("spark.executor.memory", "700m")
     # Short processes start faster with one compiler less.
     for process in ("driver", "executor"):
@@ -110,25 +127,19 @@ def main(master: str, folder: Path, frameworks: Sequence[str]) -> None:
     # The interval at which a barrier stage looks for the executor that replaces a killed one.
     builder.config("spark.scheduler.barrier.maxConcurrentTasksCheck.interval", "1s")
     session = builder.config("spark.ui.enabled", "false").config("spark.log.level", "ERROR").getOrCreate()
+    results: dict[str, object] = {}
     try:
-        answers: list[object] = []
-        with mock.patch.object(TaskExchange, "handle", lambda *asked: noted(answers, *asked)):
-            results: dict[str, object] = {"places": sparkhvd.run(place, num_proc=2)}
-        results["met"] = [type(one.result(0)).__name__ for one in answers if isinstance(one, Future)]
-        try:
-            sparkhvd.run(place, num_proc=3)
-        except SlotsError as error:
-            results["slots"] = str(error)
-        folder.mkdir()
-        results["sums"] = sparkhvd.run(sum_on_third_attempt, (str(folder),), num_proc=2)
-        results["attempts"] = len(list(folder.glob("1-*")))
-        results["left"] = pids_left(folder)
-        for framework in frameworks:
-            own = folder.with_name(framework)
+        for part in parts:
+            own = folder / part
             own.mkdir()
-            results[framework] = losing_an_executor(session, framework, own)
-        results["interrupted"] = mpi_interrupted(session, folder.with_name("interrupted"))
-        results["executor lost"] = mpi_without_an_executor(session, folder.with_name("executor lost"))
+            if part == "run":
+                results |= run(own)
+            elif part == "interrupted":
+                results[part] = mpi_interrupted(session, own)
+            elif part == "executor lost":
+                results[part] = mpi_without_an_executor(session, own)
+            else:
+                results[part] = losing_an_executor(session, part, own)
     finally:
         session.stop()
     print_results(results)

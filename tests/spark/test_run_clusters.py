@@ -31,11 +31,17 @@ def start(command: list[str | Path], folder: Path, stdin: str = "") -> subproces
 
 @pytest.fixture(scope="module")
 def local_cluster(tmp_path_factory) -> subprocess.CompletedProcess[str]:
-    return on_a_local_cluster(tmp_path_factory.mktemp("local cluster"), "torch")
+    return on_a_local_cluster(tmp_path_factory.mktemp("local cluster"), "run", "interrupted")
 
 
-def on_a_local_cluster(folder: Path, *frameworks: str) -> subprocess.CompletedProcess[str]:
-    return start([sys.executable, SCRIPT, "local-cluster[2,1,1024]", folder / "attempts", *frameworks], folder)
+@pytest.fixture(scope="module")
+def another_local_cluster(tmp_path_factory) -> dict:
+    folder = tmp_path_factory.mktemp("another local cluster")
+    return results_of(on_a_local_cluster(folder, "torch", "lightning", "keras", "executor lost"))
+
+
+def on_a_local_cluster(folder: Path, *parts: str) -> subprocess.CompletedProcess[str]:
+    return start([sys.executable, SCRIPT, "local-cluster[2,1,1024]", folder, *parts], folder)
 
 
 @pytest.mark.soak
@@ -59,18 +65,10 @@ def test_a_local_cluster_runs_a_job_again_when_a_task_or_an_executor_is_killed(l
     assert results["left"] == []
 
 
-def test_a_fit_that_loses_an_executor_resumes_from_its_last_checkpoint(local_cluster):
-    check_resumed(results_of(local_cluster)["torch"])
-
-
 @pytest.mark.soak
-def test_a_fit_of_another_framework_resumes_like_one_of_pytorch(tmp_path):
-    results = results_of(on_a_local_cluster(tmp_path, "lightning", "keras"))
-    check_resumed(results["lightning"])
-    check_resumed(results["keras"])
-
-
-def check_resumed(found: dict) -> None:
+@pytest.mark.parametrize("framework", ["torch", "lightning", "keras"])
+def test_a_fit_that_loses_an_executor_resumes_from_its_last_checkpoint(another_local_cluster, framework):
+    found = another_local_cluster[framework]
     assert found["resumed"] == found["undisturbed"]
     first, second = ([step for step in found["steps"] if step.startswith(epoch)] for epoch in ("0.", "1."))
     assert len(first) == 8, "the first epoch was trained once"
@@ -78,8 +76,9 @@ def check_resumed(found: dict) -> None:
     assert 8 <= len(second) <= 8 + 2, f"every second step is kept: {second}"
 
 
-def test_with_open_mpi_a_lost_executor_is_one_error_without_leftovers(local_cluster):
-    assert results_of(local_cluster)["executor lost"] == []
+@pytest.mark.soak
+def test_with_open_mpi_a_lost_executor_is_one_error_without_leftovers(another_local_cluster):
+    assert another_local_cluster["executor lost"] == []
 
 
 def test_with_open_mpi_interrupting_a_job_with_waiting_tasks_ends_no_executor(local_cluster):
