@@ -12,9 +12,12 @@ def _servers(store_servers: None) -> None:
     """Start all servers, because the suites test all Stores."""
 
 
-@pytest.fixture(params=["file", "hdfs", "s3"])
+@pytest.fixture(params=["file", *(pytest.param(scheme, marks=pytest.mark.soak) for scheme in ("hdfs", "s3"))])
 def store(request, tmp_path):
-    """Provide one Store for each way of publishing a file."""
+    """Provide one Store for each way of publishing a file.
+
+    Their ways are equal by the contract in test_store.py, so `make test` uses one, unless a test names others.
+    """
     created = create(request.param, request, tmp_path)
     yield created
     if hasattr(created, "_connection"):

@@ -85,6 +85,7 @@ def outdated_check():
     assert calls
 
 
+@pytest.mark.parametrize("store", ["file", "hdfs", "s3"], indirect=True)
 def test_a_second_fit_is_refused_until_the_first_is_killed(store, tmp_path):
     with another_fit(store, tmp_path, run_lease.machine_id()) as process:
         with pytest.raises(ParamError, match=rf"Run 'r' is being trained by another fit \(process {process.pid} on"):

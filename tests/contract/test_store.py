@@ -130,18 +130,18 @@ def test_written_files_are_read_back_and_listed(store):
 NAMES = ["a b", "ümläut", "a%20b", "a#b?c", "a=b&c", "a+b'c", "a[1]*", "~a", "x" * 200]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_special_characters_in_names_are_taken_literally(store, name):
-    store.publish(f"folder/{name}/{name}", b"1")
-    assert store.list("") == [f"folder/{name}/{name}"]
-    assert store.exists(f"folder/{name}/{name}")
-    with store.open(f"folder/{name}/{name}", "rb") as file:
-        assert file.read() == b"1"
-    filesystem, path = store.arrow(f"folder/{name}/{name}")
-    with filesystem.open_input_file(path) as file:
-        assert file.read() == b"1"
-    store.delete(f"folder/{name}")
-    assert store.list("") == []
+def test_special_characters_in_names_are_taken_literally(store):
+    for name in NAMES:
+        store.publish(f"folder/{name}/{name}", b"1")
+        assert store.list("") == [f"folder/{name}/{name}"]
+        assert store.exists(f"folder/{name}/{name}")
+        with store.open(f"folder/{name}/{name}", "rb") as file:
+            assert file.read() == b"1"
+        filesystem, path = store.arrow(f"folder/{name}/{name}")
+        with filesystem.open_input_file(path) as file:
+            assert file.read() == b"1"
+        store.delete(f"folder/{name}")
+        assert store.list("") == []
 
 
 def test_folders_with_a_common_prefix_stay_distinct(store):
@@ -380,12 +380,12 @@ def test_the_spark_url_is_inside_the_store(store):
     assert url is None if store.url.startswith("memory:") else url.endswith("/a/b")
 
 
-@pytest.mark.parametrize("path", ["../x", "a/../x", "/etc/passwd", "a//b", "a/", "./x", "", "a\0b"])
 @pytest.mark.parametrize("method", ["exists", "open", "publish", "delete", "spark_url", "arrow"])
-def test_a_path_that_could_leave_the_store_is_refused(store, method, path):
+def test_a_path_that_could_leave_the_store_is_refused(store, method):
     arguments = {"open": ("wb",), "publish": (b"",)}.get(method, ())
-    with pytest.raises(StoreError, match="is not a path inside the Store"):
-        getattr(store, method)(path, *arguments)
+    for path in ("../x", "a/../x", "/etc/passwd", "a//b", "a/", "./x", "", "a\0b"):
+        with pytest.raises(StoreError, match="is not a path inside the Store"):
+            getattr(store, method)(path, *arguments)
 
 
 def test_a_missing_file_is_named_with_its_url(store):
