@@ -17,7 +17,8 @@ PROJECT = Path(__file__).with_name("project")
 SCRIPT = Path(__file__).with_name("user_code_script.py")
 
 
-@pytest.fixture(scope="module", params=["driver", "everywhere"])
+# Most other tests have their code everywhere.
+@pytest.fixture(scope="module", params=["driver", pytest.param("everywhere", marks=pytest.mark.soak)])
 def trial(request, tmp_path_factory) -> tuple[str, Path, dict[str, Any]]:
     """Return the results if only the driver has the project, and if executors have it, too."""
     folder = tmp_path_factory.mktemp(request.param)
