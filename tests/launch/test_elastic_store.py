@@ -38,7 +38,9 @@ def test_the_steps_since_the_last_published_commit_are_lost(tmp_path):
 
 
 @pytest.mark.usefixtures("warm_ranks")
-@pytest.mark.parametrize("framework", ["plain", "torch", pytest.param("tensorflow", marks=pytest.mark.soak), "keras"])
+@pytest.mark.parametrize(
+    "framework", ["plain", "torch", *(pytest.param(name, marks=pytest.mark.soak) for name in ("tensorflow", "keras"))]
+)
 def test_the_state_that_new_ranks_resume_from_is_exactly_the_published_one(tmp_path, framework):
     preload = {"torch": ("torch",), "tensorflow": ("keras",), "keras": ("keras",)}.get(framework, ())
     results = sparkhvd.run_elastic(
