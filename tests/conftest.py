@@ -53,7 +53,7 @@ _GRACE_SECONDS = float(os.environ.get("SPARKHVD_TEST_LEAK_GRACE", "30"))
 # Spark's JVM, its pool of Python workers, and Ray's idle workers serve later tests; multiprocessing's tracker
 # lives as long as this process.
 _LASTING_PROCESS = re.compile(
-    r"SparkSubmit.*pyspark-shell|pyspark[./]daemon|multiprocessing\.resource_tracker|ray::IDLE|/ray/.*/default_worker\.py"
+    r"SparkSubmit.*pyspark-shell|pyspark[./_]daemon|multiprocessing\.resource_tracker|ray::IDLE|/ray/.*/default_worker\.py"
 )
 _LASTING_THREAD_MODULES = ("py4j", "pyspark")
 # fsspec's event loop and thread pool live as long as the process.
@@ -198,6 +198,7 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
         .config("spark.driver.bindAddress", "127.0.0.1")
         .config("spark.driver.memory", "1g")
         .config("spark.python.worker.faulthandler.enabled", "true")
+        .config("spark.python.daemon.module", "tests.pyspark_daemon")
         .config("spark.local.dir", str(folder / "local"))
         .config("spark.sql.warehouse.dir", str(folder / "warehouse"))
         .config("spark.log.level", "ERROR")
@@ -218,7 +219,7 @@ def warm_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
     A module whose tests need each rank to be a child of its task sets ``RANKS_ARE_CHILDREN``.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SPARKHVD_WARM_SECONDS", "0" if hasattr(request.module, "RANKS_ARE_CHILDREN") else "60")
+        patch.setenv("SPARKHVD_WARM_SECONDS", "0" if hasattr(request.module, "RANKS_ARE_CHILDREN") else "600")
         yield
 
 

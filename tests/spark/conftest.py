@@ -3,12 +3,22 @@ from __future__ import annotations
 import pytest
 from pyspark.sql import functions
 
+from sparkhvd import KerasEstimator, LightningEstimator, TorchEstimator
 from sparkhvd.store import LocalStore
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _start_ranks_quickly(warm_ranks):
     """Fork the ranks of all modules of this folder from a warm process."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _import_for_many_ranks():
+    """Let the warm processes import what most ranks import because a test module imports it."""
+    with pytest.MonkeyPatch.context() as patch:
+        for estimator in (KerasEstimator, LightningEstimator, TorchEstimator):
+            patch.setattr(estimator, "preload", (*estimator.preload, "tests.spark.rank_imports"))
+        yield
 
 
 @pytest.fixture
