@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import io
-import os
 import re
 import signal
 import sys
@@ -13,7 +12,6 @@ from concurrent.futures import Future
 from importlib.metadata import version
 from pathlib import Path
 
-import numpy as np
 import psutil
 import pyarrow as pa
 import pytest
@@ -29,30 +27,22 @@ from sparkhvd.driver.user_code import importable
 from sparkhvd.errors import ConfigError, LaunchError, RankFailedError, SlotsError, StartTimeoutError
 from sparkhvd.rpc.messages import ExchangeIntroductions, ExchangeUnavailable, Introductions, Message, TaskStatus
 from sparkhvd.task.job import Job
+from tests.spark.rank_functions import (
+    LINE,
+    big,
+    end_beside_busy_siblings,
+    hold,
+    place,
+    print_much,
+    say,
+    sum_over_ranks,
+    talk_and_wait,
+    wait_for_file,
+    write_pid_and_stay,
+)
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.spark
-
-RANKS_ARE_CHILDREN = True  # tests look for tasks and executors among the ancestors of a rank
-
-
-def place() -> dict[str, str]:
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name.startswith(("SPARKHVD_", "HOROVOD_", "LOCAL_RANK", "MY_"))
-    }
-
-
-def talk_and_wait(path: str) -> dict[str, str]:
-    import sys  # noqa: PLC0415
-
-    print("said by", os.environ["SPARKHVD_RANK"])
-    print("warned", file=sys.stderr)
-    while not Path(path).exists():
-        time.sleep(0.01)
-    sys.stdout.write("no newline at the end")
-    return place()
 
 
 class CreateFileOnText(io.StringIO):
@@ -81,10 +71,6 @@ def test_every_rank_knows_its_world_and_its_output_is_streamed(spark, tmp_path):
     ends = [f"[{rank}]<stdout>:no newline at the end" for rank in range(3)]
     assert sorted(stdout.getvalue().splitlines()) == sorted(ends + [f"[{r}]<stdout>:said by {r}" for r in range(3)])
     assert sorted(stderr.getvalue().splitlines()) == [f"[{rank}]<stderr>:warned" for rank in range(3)]
-
-
-def say(rank_and_more: str) -> None:
-    print(os.environ["SPARKHVD_RANK"], rank_and_more)
 
 
 def test_tasks_exchange_introductions_at_the_driver_if_all_reach_it(spark, monkeypatch):
@@ -147,11 +133,11 @@ def test_executors_with_another_version_of_a_framework_are_one_warning(spark, mo
     (tmp_path / "torch-77.0.dist-info").mkdir()
     (tmp_path / "torch-77.0.dist-info" / "METADATA").write_text("Name: torch\nVersion: 77.0\n")
     monkeypatch.syspath_prepend(tmp_path)  # of the driver
-    sparkhvd.run(place, num_proc=2, launcher=launcher, preload=["torch"], verbose=0)
+    sparkhvd.run(place, num_proc=2, launcher=launcher, verbose=0)
     (printed,) = [record.message for record in caplog.records if "77.0" in record.message]
     assert re.match(rf"torch is 77\.0 on the driver, {re.escape(installed)} on [\w.]+\. Objects pickled", printed)
     caplog.clear()
-    sparkhvd.run(place, num_proc=2, launcher=launcher, preload=["torch"], executable=sys.executable, verbose=0)
+    sparkhvd.run(place, num_proc=2, launcher=launcher, executable=sys.executable, verbose=0)
     assert "77.0" not in caplog.text, "another Python has its own packages"
 
 
@@ -169,10 +155,6 @@ def test_an_unreachable_driver_is_logged_with_the_location_of_the_output(spark, 
     monkeypatch.setattr(Job, "with_driver_addresses", lambda job, addresses: job)
     sparkhvd.run(say, ("and more",), num_proc=2, spark=spark)
     assert caplog.text.count("No task of this job has reached this driver (127.0.0.1). If executors") == 1
-
-
-def wait_for_file(path: str) -> None:
-    wait_for(Path(path).exists, 60.0)
 
 
 def test_an_unreachable_driver_is_logged_while_the_ranks_run(spark, monkeypatch, tmp_path):
@@ -199,32 +181,9 @@ def test_without_verbosity_output_goes_to_the_given_stream_or_folder(spark, tmp_
     assert (tmp_path / "rank.1" / "stdout").read_text() == "1 and more\n"
 
 
-def sum_over_ranks(offset: int, *, scale: int) -> tuple[int, int, float]:
-    import torch  # noqa: PLC0415
-
-    import sparkhvd.torch as hvd  # noqa: PLC0415
-
-    hvd.init()
-    total = hvd.allreduce(torch.tensor([float(hvd.rank() + offset)]), op=hvd.Sum)
-    return hvd.rank(), hvd.size(), total.item() * scale
-
-
 def test_ranks_find_each_other_through_init(spark):
     results = sparkhvd.run(sum_over_ranks, (10,), {"scale": 2}, num_proc=2, preload=("torch",))
     assert results == [(0, 2, 42.0), (1, 2, 42.0)]
-
-
-LINE = "a line of a rank that talks all the time, without a pause and without an end"
-
-
-def print_much(count: int) -> int:
-    """Print lines; return by how many bytes the task's process grew while it forwarded them."""
-    task = psutil.Process(os.getppid())
-    print(LINE, flush=True)
-    before = task.memory_info().rss
-    for _ in range(count):
-        print(LINE)
-    return task.memory_info().rss - before
 
 
 class CheckLines:
@@ -249,44 +208,15 @@ class CheckLines:
         return
 
 
-def test_large_output_arrives_in_whole_lines_with_bounded_memory(spark):
-    count = 1_000_000  # 77 MB
+def test_large_output_arrives_in_whole_lines_with_bounded_memory(spark, monkeypatch):
+    monkeypatch.setenv("SPARKHVD_WARM_SECONDS", "0")  # so that the rank is a child of its task
+    count = 100_000  # 77 MB
     stdout = CheckLines()
     (growth,) = sparkhvd.run(print_much, (count,), num_proc=1, stdout=stdout)
     assert stdout.broken == []
     assert stdout.count == count + 1
     assert growth < 25_000_000
     assert stdout.most_memory - stdout.first_memory < 25_000_000
-
-
-def end_beside_busy_siblings(folder: str, how: str) -> None:
-    """End rank 1 while rank 0 waits in a collective and rank 2 is busy elsewhere."""
-    import sys  # noqa: PLC0415
-
-    from sparkhvd.comm import session  # noqa: PLC0415
-
-    session.init()
-    communicator = session.current()
-    rank = communicator.world.rank
-    Path(folder, str(rank)).write_text(str(os.getpid()))
-    communicator.barrier(name="all have a pid")
-    if rank == 0:
-        pending = communicator.allreduce_async(np.ones(3, np.float32), name="never complete")
-        Path(folder, "pending").touch()
-        pending.wait()
-    while rank == 2:
-        if how == "exit":
-            print("talks without end")
-        else:
-            time.sleep(600)
-    while not Path(folder, "pending").exists():
-        time.sleep(0.01)
-    print("last words", file=sys.stderr)
-    if how == "raise":
-        raise ValueError("no luck on rank 1")
-    if how == "exit":
-        os._exit(3)
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize(
@@ -312,10 +242,6 @@ def test_a_rank_that_ends_early_is_reported_as_the_cause_and_ends_the_others(spa
     else:
         assert caught.value.stderr_tail.splitlines()[-1] == "last words"
         assert "last words" in str(caught.value)
-
-
-def big(size: int) -> bytes:
-    return bytes(size)
 
 
 def test_results_are_divided_into_chunks_and_reassembled(spark):
@@ -365,18 +291,7 @@ def test_busy_slots_end_in_a_start_timeout_that_leaves_nothing_running(spark):
     wait_for(lambda: not list(tracker.getActiveJobsIds()))
 
 
-def hold(path: str) -> int:
-    """Return the number of ranks once the file exists."""
-    from sparkhvd.comm import session  # noqa: PLC0415
-
-    session.init()
-    Path(f"{path} runs").touch()
-    while not Path(path).exists():
-        time.sleep(0.05)
-    return session.current().world.size
-
-
-@pytest.mark.parametrize("launcher", ["barrier", "mpi"])
+@pytest.mark.parametrize("launcher", ["barrier", pytest.param("mpi", marks=pytest.mark.soak)])
 def test_jobs_of_several_threads_start_in_turn_however_long_the_others_run(spark, tmp_path, monkeypatch, launcher):
     names = ("first", "large", "small", "urgent", "elastic")
     sizes: dict[str, list[int]] = {}
@@ -451,12 +366,6 @@ def test_a_job_waits_for_the_barrier_stage_of_another_program(spark, tmp_path):
             thread.join()
 
 
-def write_pid_and_stay(folder: str) -> None:
-    print("up")
-    Path(folder, os.environ["SPARKHVD_RANK"]).write_text(str(os.getpid()))
-    time.sleep(600)
-
-
 def test_ctrl_c_ends_the_ranks_and_is_raised(spark, tmp_path):
     pids = [tmp_path / "0", tmp_path / "1"]
 
@@ -492,7 +401,12 @@ WAYS_TO_CANCEL = {
 
 
 @pytest.mark.parametrize(
-    ("launcher", "way"), [*(("barrier", way) for way in WAYS_TO_CANCEL), ("mpi", "tag"), ("mpi", "session")]
+    ("launcher", "way"),
+    [
+        *(("barrier", way) for way in WAYS_TO_CANCEL),
+        ("mpi", "tag"),
+        pytest.param("mpi", "session", marks=pytest.mark.soak),
+    ],
 )
 def test_cancelling_the_callers_jobs_cancels_the_job(spark, launcher, way, tmp_path):
     mark, cancel = WAYS_TO_CANCEL[way]
