@@ -94,7 +94,7 @@ def lose(how: str, folder: Path) -> None:
 
     if how == "task stopped":
         own = psutil.Process()
-        next(one for one in (own, *own.parents()) if "pyspark.daemon" in one.cmdline()).suspend()
+        next(one for one in (own, *own.parents()) if "pyspark.worker" in one.cmdline()).suspend()
         return
     # The executor's JVM; on a local master, that is all of Spark.
     next(one for one in psutil.Process().parents() if one.name() == "java").kill()

@@ -65,7 +65,7 @@ def _processes() -> list[int]:
 
 def _starts_workers(process: psutil.Process) -> bool:
     parent = process.parent()
-    return "pyspark.daemon" in process.cmdline() and parent is not None and parent.name() == "java"
+    return "pyspark.worker" in process.cmdline() and parent is not None and parent.name() == "java"
 
 
 def _is_admitted(enter: Callable[[int], None], port: int) -> bool:
