@@ -2,9 +2,7 @@ from __future__ import annotations
 
 import logging
 import signal
-import subprocess
-import sys
-import textwrap
+import threading
 
 import pytest
 import torch
@@ -296,37 +294,23 @@ def test_a_warning_names_the_reason_why_rows_cannot_be_reused(spark, store, sour
     assert store.list("") == []
 
 
-SCRIPT = """
-    import sys
-    from pyspark.sql import SparkSession, functions
-    from sparkhvd import prepare_data
-    from sparkhvd.store import LocalStore
-
-    spark = SparkSession.builder.master("local[1]").config("spark.ui.enabled", "false").getOrCreate()
-    slow = spark.range(0, 10**11, 1, 1).select("id", (functions.rand(1) + functions.col("id")).alias("y"))
-    print("ready", flush=True)
-    try:
-        prepare_data(1, LocalStore(sys.argv[1]), slow, ["y"])
-    except KeyboardInterrupt:
-        active = spark.sparkContext.statusTracker().getActiveJobsIds()
-        print("interrupted", list(active), flush=True)
-"""
-
-
-def test_an_interrupt_cancels_the_spark_job_and_leaves_no_files(store):
-    script = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(SCRIPT), store.root],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    with script:
+def test_an_interrupt_cancels_the_spark_job_and_leaves_no_files(spark, store):
+    def interrupt() -> None:
         try:
-            assert script.stdout.readline() == "ready\n"
             wait_for(lambda: any(path.endswith(".parquet") for path in store.list("")), 90.0)
-            script.send_signal(signal.SIGINT)
-            assert script.stdout.readline() == "interrupted []\n"
-            assert script.wait(60) == 0
         finally:
-            script.kill()
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    slow = spark.range(0, 10**11, 1, 1).select("id", (functions.rand(1) + functions.col("id")).alias("y"))
+    # In place of PySpark's handler, which cancels the jobs itself.
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    interrupter = threading.Thread(target=interrupt)
+    interrupter.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            prepare_data(1, store, slow, ["y"])
+    finally:
+        interrupter.join()
+        signal.signal(signal.SIGINT, previous)
+    assert list(spark.sparkContext.statusTracker().getActiveJobsIds()) == []
     assert store.list("") == []
