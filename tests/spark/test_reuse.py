@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import textwrap
 import threading
+from contextlib import contextmanager
 
 import numpy as np
 import pandas as pd
@@ -265,12 +267,14 @@ def test_concurrent_drivers_prepare_and_reuse_without_harm(store, source):
 
 
 DRIVER = """
+    import json
     import sys
     from pyspark.sql import SparkSession, functions
     from sparkhvd import prepare_data
     from sparkhvd.store import LocalStore
 
-    spark = SparkSession.builder.master(sys.argv[3]).config("spark.ui.enabled", "false").getOrCreate()
+    builder = SparkSession.builder.master("local[1]").config("spark.ui.enabled", "false")
+    spark = builder.config(map=json.loads(sys.argv[3])).getOrCreate()
     rows = spark.read.parquet(sys.argv[2]).where("x >= 0").withColumn("z", functions.col("x") * 2.5)
     print("ready", flush=True)
     sys.stdin.readline()
@@ -282,29 +286,34 @@ DRIVER = """
 """
 
 
-def drivers_prepare(count, *arguments):
-    """Return the output of several drivers that prepare at the same time."""
-    command = [sys.executable, "-c", textwrap.dedent(DRIVER), *arguments]
+@contextmanager
+def another_driver(spark, store, folder):
+    """Yield a process that prepares rows after a line of input; its session has the settings of ``spark``."""
+    settings = {name: value for name, value in spark.sparkContext.getConf().getAll() if name.startswith("spark.sql.")}
+    command = [sys.executable, "-c", textwrap.dedent(DRIVER), store.root, str(folder), json.dumps(settings)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    drivers = [subprocess.Popen(command, text=True, **pipes) for _ in range(count)]
-    try:
-        assert [driver.stdout.readline() for driver in drivers] == ["ready\n"] * count
-        for driver in drivers:
-            driver.stdin.write("go\n")
-            driver.stdin.flush()
-        return [driver.communicate(timeout=120)[0].split() for driver in drivers]
-    finally:
-        for driver in drivers:
+    with subprocess.Popen(command, text=True, **pipes) as driver:
+        try:
+            assert driver.stdout.readline() == "ready\n"
+            yield driver
+        finally:
             driver.kill()
 
 
-def test_datasets_of_concurrent_drivers_are_reused_by_a_later_one(store, source):
-    folder, _ = source
-    prepared = drivers_prepare(2, store.root, str(folder), "local[1]")
-    assert [rows for _, rows, *_ in prepared] == ["40"] * 2
-    [(dataset, rows, reused, _, _, part_reused)] = drivers_prepare(1, store.root, str(folder), "local[1]")
-    assert dataset in {earlier for earlier, *_ in prepared}
+def test_datasets_of_concurrent_drivers_are_reused_by_a_later_one(spark, store, source):
+    folder, read = source
+    with another_driver(spark, store, folder) as other:
+        other.stdin.write("go\n")
+        other.stdin.flush()
+        with prepare_data(1, store, read(), ["y"]) as own:
+            assert own.train_rows == 40
+        dataset, rows, *_ = other.communicate(timeout=120)[0].split()
+        assert rows == "40"
+    with another_driver(spark, store, folder) as later:
+        [found, rows, reused, _, _, part_reused] = later.communicate("go\n", timeout=120)[0].split()
+    assert found in {dataset, own.dataset_id}
     assert (rows, reused, part_reused) == ("40", "True", "True")
-    [(_, _, reused, _, _, part_reused)] = drivers_prepare(1, store.root, str(folder), "local[4]")
-    assert reused == "True"
-    assert part_reused == "False", "randomSplit takes other rows of files that are divided otherwise"
+    with prepare_data(1, store, read(), ["y"]) as again:
+        assert again.reused
+    with prepare_data(1, store, read().randomSplit([0.7, 0.3], seed=1)[0], ["y"]) as part:
+        assert not part.reused, "randomSplit takes other rows of files that are divided otherwise"
