@@ -102,10 +102,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = kept
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if _is_whole_suite(session.config):
+        gc.freeze()  # so that garbage collections skip what the test modules have imported
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # A parent that runs the tests in the background may ignore Ctrl-C, and child processes would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    if config.rootpath == Path(__file__).parents[1]:  # but not in the small pytest runs that tests start
+    if _is_whole_suite(config):
         from tests import lean_imports  # noqa: PLC0415  (small runs have no such package)
 
         lean_imports.install()
@@ -159,6 +164,11 @@ def pytest_pyfunc_call() -> Iterator[Any]:
 def pytest_fixture_setup() -> Iterator[Any]:
     with _hidden_test_name():
         return (yield)
+
+
+def _is_whole_suite(config: pytest.Config) -> bool:
+    """Return whether this is not one of the small pytest runs that tests start."""
+    return config.rootpath == Path(__file__).parents[1]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
