@@ -20,7 +20,6 @@ from tests.waiting import happens, wait_for
 
 pytestmark = pytest.mark.spark
 
-RANKS_ARE_CHILDREN = True  # tests look for the task among the ancestors of a rank
 FAST = {"start_timeout": 60, "elastic_timeout": 60, "cooldown_range": (0.5, 5), "verbose": 0}
 
 
@@ -141,7 +140,7 @@ def test_arguments_that_contradict_each_other_are_refused(arguments, message):
 
 def test_two_jobs_that_each_hold_half_of_the_slots_run_one_after_the_other(tmp_path):
     script = Path(__file__).with_name("elastic_pair_script.py")
-    results = results_of(run_script([sys.executable, script, tmp_path], tmp_path, 400))
+    results = results_of(run_script([sys.executable, script, tmp_path], tmp_path, 400, SPARKHVD_WARM_SECONDS="0"))
     assert results["results"] == {"a": [[3, 6.0, 0, 2], [3, 6.0, 1, 2]], "b": [[3, 6.0, 0, 2], [3, 6.0, 1, 2]]}
     assert results["jobs"] == 0
     assert "The job held 1 of the 2 slots that it needs to start" in results["logged"]
@@ -154,7 +153,7 @@ def test_two_jobs_that_each_hold_half_of_the_slots_run_one_after_the_other(tmp_p
 @pytest.mark.cluster
 def test_a_job_grows_by_dynamic_allocation_and_survives_the_loss_and_the_decommissioning_of_executors(tmp_path):
     script = Path(__file__).with_name("elastic_script.py")
-    results = results_of(run_script([sys.executable, script, tmp_path], tmp_path, 400))
+    results = results_of(run_script([sys.executable, script, tmp_path], tmp_path, 400, SPARKHVD_WARM_SECONDS="0"))
     assert results["sizes"] == [1, 2, 1, 2, 1, 2], "one executor was killed, one decommissioned, and both replaced"
     assert results["losses"] == 1, "the rank on the decommissioned executor has left at a commit"
     (message,) = results["decommissioned"]
