@@ -151,8 +151,15 @@ def test_invalid_rows_are_refused_as_on_the_store_path(spark, rows, more, error,
         estimator(**more).fit(spark.createDataFrame(rows, "x array<double>, y double"))
 
 
-@pytest.mark.parametrize("kind", ["int", "double"])
-@pytest.mark.parametrize("stored", [False, True], ids=["direct", "through a Store"])
+@pytest.mark.parametrize(
+    ("stored", "kind"),
+    [
+        pytest.param(False, "int", id="direct-int"),
+        pytest.param(True, "double", id="through a Store-double"),
+        pytest.param(False, "double", id="direct-double", marks=pytest.mark.soak),
+        pytest.param(True, "int", id="through a Store-int", marks=pytest.mark.soak),
+    ],
+)
 def test_a_class_number_without_an_output_is_refused_before_training_in_any_row(spark, tmp_path, stored, kind):
     model = torch.nn.Linear(2, 3)
     more = {"store": Store.create(str(tmp_path))} if stored else {}

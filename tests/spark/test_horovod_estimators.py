@@ -32,6 +32,7 @@ def test_a_program_for_pytorch_keeps_its_meaning(tmp_path):
     assert "sparkhvd does not have: reader_pool_type, shuffle_buffer_size." in program.stderr
 
 
+@pytest.mark.soak
 def test_a_program_for_keras_keeps_its_meaning(tmp_path):
     results = results_of(run(tmp_path, "keras"))
     assert results["scale_lr"]

@@ -76,7 +76,7 @@ def test_every_batch_of_every_rank_has_all_classes_through_a_store(spark, tmp_pa
     assert_fair(tmp_path / "notes")
 
 
-@pytest.mark.parametrize("labels", LABELS)
+@pytest.mark.parametrize("labels", ["sorted", pytest.param("alternating", marks=pytest.mark.soak)])
 def test_every_batch_of_every_rank_has_all_classes_without_a_store(spark, tmp_path, labels):
     setting = "spark.sql.execution.sortBeforeRepartition"
     spark.conf.set(setting, "false")

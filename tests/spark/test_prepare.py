@@ -407,8 +407,14 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("validation", [None, "held_out"])
+@pytest.mark.parametrize(
+    ("fault", "validation"),
+    [
+        *((fault, None) for fault in FAULTS),
+        ("ragged", "held_out"),
+        *(pytest.param(fault, "held_out", marks=pytest.mark.soak) for fault in FAULTS if fault != "ragged"),
+    ],
+)
 def test_invalid_rows_are_refused_without_leftovers(spark, store, fault, validation):
     rows, error, message = FAULTS[fault]
     # With validation, the first row is held out, so that a check must cover both splits to detect the fault.

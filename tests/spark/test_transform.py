@@ -98,7 +98,7 @@ def outputs_by_hand(framework, native, table, size):
         return torch.cat([native.eval()(torch.from_numpy(piece)) for piece in pieces]).numpy()[:, 0]
 
 
-@pytest.mark.parametrize("framework", ["torch", "lightning", "keras"])
+@pytest.mark.parametrize("framework", ["torch", pytest.param("lightning", marks=pytest.mark.soak), "keras"])
 @pytest.mark.filterwarnings("ignore:.*isinstance.treespec.*")  # within Lightning 2.6 with torch 2.13
 def test_every_framework_predicts_bitwise_equally_at_equal_batches_and_nearly_equally_at_others(
     spark, tmp_path, framework
