@@ -69,6 +69,7 @@ def line(spark):
 
 
 @pytest.mark.filterwarnings("ignore:.*only affects:UserWarning")
+@pytest.mark.parametrize("store", ["hdfs", "s3", pytest.param("gcs", marks=pytest.mark.soak)], indirect=True)
 def test_an_estimator_trains_on_a_store_and_its_model_predicts_from_there(spark, hdfs, s3, store):
     estimator = lines.estimator(store, validation=0.25, batch_size=4, epochs=3, run_id="the run")
     trained = estimator.fit(line(spark))
