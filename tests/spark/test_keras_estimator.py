@@ -35,6 +35,11 @@ def xor(spark):
     df.unpersist()
 
 
+def predictions(model, df):
+    """Return the rows of ``transform`` in one partition, so that one of Spark's Python workers imports Keras."""
+    return model.transform(df.coalesce(1))
+
+
 def network(outputs=2):
     keras.utils.set_random_seed(1)
     layers = [
@@ -75,7 +80,7 @@ def test_a_model_stops_early_predicts_like_keras_and_survives_saving(xor, store,
     assert {"accuracy": history[-1]["train"]["all_metrics"][0]["accuracy"]} == history[-1]["train"]["all_metrics"][0]
     for one, two in zip(before, model.get_weights(), strict=True):
         np.testing.assert_array_equal(one, two, "the given model must not change")
-    rows = trained.transform(xor).select("a", "b", "y", "y__output").collect()
+    rows = predictions(trained, xor).select("a", "b", "y", "y__output").collect()
     predicted = np.array([row["y__output"].toArray() for row in rows])
     native = trained.getModel().predict(np.array([[row["a"], row["b"]] for row in rows], np.float32), verbose=0)
     np.testing.assert_allclose(predicted, native, rtol=1e-5, atol=1e-7)
@@ -83,7 +88,7 @@ def test_a_model_stops_early_predicts_like_keras_and_survives_saving(xor, store,
     trained.save(str(tmp_path / "saved"))
     loaded = KerasModel.load(str(tmp_path / "saved"))
     assert loaded.getHistory() == trained.getHistory()
-    assert loaded.transform(xor).select("a", "b", "y", "y__output").collect() == rows
+    assert predictions(loaded, xor).select("a", "b", "y", "y__output").collect() == rows
 
 
 def test_a_pipeline_with_an_assembler_trains_and_resumes(xor, store, tmp_path):
@@ -120,12 +125,12 @@ def test_a_wrapped_model_predicts_in_named_inputs_with_a_function_and_in_label_t
     hidden = keras.layers.Concatenate()([inputs["a"], inputs["b"]])
     native = keras.Model(inputs, keras.layers.Dense(2, name="scores")(hidden))
     model = KerasModel.from_model(native, xor, feature_cols=["a", "b"], label_cols=["y"])
-    rows = model.transform(xor).select("a", "b", "y__output").collect()
+    rows = predictions(model, xor).select("a", "b", "y__output").collect()
     given = {name: np.array([[row[name]] for row in rows], np.float32) for name in ("a", "b")}
     wanted = native.predict(given, verbose=0)
     np.testing.assert_allclose([row["y__output"].toArray() for row in rows], wanted, rtol=1e-5, atol=1e-6)
     model.setPredictionFn(lambda model, x: keras.ops.softmax(model(x))).setOutputTypes(["label"])
-    best = model.transform(xor)
+    best = predictions(model, xor)
     assert best.dtypes[-1] == ("y__output", "int")
     assert [row["y__output"] for row in best.collect()] == wanted.argmax(axis=1).tolist()
 
@@ -172,22 +177,23 @@ def test_texts_reach_the_preprocessing_layers_of_a_model(reviews, store, tmp_pat
     assert "feature review: str" in capsys.readouterr().out
     trained = estimated.fit(reviews)
     assert trained.getHistory()[-1]["validation"]["all_metrics"][0]["accuracy"] > 0.9
-    rows = trained.transform(reviews).select("review", "kind", "price", "liked__output").collect()
+    rows = predictions(trained, reviews).select("review", "kind", "price", "liked__output").collect()
     columns = {
         "review": np.array([[row["review"]] for row in rows], object),
         "kind": np.array([row["kind"] or "none" for row in rows], object),
         "price": np.array([[row["price"]] for row in rows], np.float32),
     }
     native = trained.getModel()({name: keras.ops.convert_to_tensor(values) for name, values in columns.items()})
-    predictions = [row["liked__output"] for row in rows]
-    np.testing.assert_allclose(predictions, np.array(native)[:, 0], rtol=1e-5, atol=1e-6)
+    predicted = [row["liked__output"] for row in rows]
+    np.testing.assert_allclose(predicted, np.array(native)[:, 0], rtol=1e-5, atol=1e-6)
     trained.save(str(tmp_path / "saved"))
     loaded = KerasModel.load(str(tmp_path / "saved"))
-    assert [row["liked__output"] for row in loaded.transform(reviews).collect()] == predictions
+    assert [row["liked__output"] for row in predictions(loaded, reviews).collect()] == predicted
     with pytest.raises(SchemaError, match="'price' does not hold strings, which the model was trained on"):
         trained.setFeatureColumns(["price", "kind", "liked"]).transform(reviews)
 
 
+@pytest.mark.soak
 def test_keras_on_pytorch_trains_as_one_big_batch_and_predicts(tmp_path):
     script = Path(__file__).with_name("keras_torch_script.py")
     results = results_of(run_script([sys.executable, script], tmp_path / "of the script", 580, KERAS_BACKEND="torch"))

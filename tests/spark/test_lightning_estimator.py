@@ -27,6 +27,12 @@ def frame(spark):
     return spark.createDataFrame(data, "x array<double>, y int").repartition(3)
 
 
+@pytest.fixture(scope="module")
+def to_predict(frame):
+    """Return the rows in one partition, so that only one of Spark's Python workers imports Lightning."""
+    return frame.coalesce(1)
+
+
 def module():
     import lightning.pytorch as lightning  # noqa: PLC0415  (it is slow, and other tests do without it)
 
@@ -86,8 +92,8 @@ def test_a_resumed_run_has_one_history_of_all_epochs(fitted):
     assert all(record["validation"]["loss"] > 0 for record in history)
 
 
-def test_transform_equals_the_module_and_its_checkpoint(fitted, frame, tmp_path):
-    rows = fitted.transform(frame).select("x", vector_to_array("y__output").alias("scores")).collect()
+def test_transform_equals_the_module_and_its_checkpoint(fitted, to_predict, tmp_path):
+    rows = fitted.transform(to_predict).select("x", vector_to_array("y__output").alias("scores")).collect()
     x = torch.tensor([row["x"] for row in rows])
     fitted.save_checkpoint(str(tmp_path / "trained.ckpt"))
     again = type(module()).load_from_checkpoint(tmp_path / "trained.ckpt").eval()
@@ -97,13 +103,13 @@ def test_transform_equals_the_module_and_its_checkpoint(fitted, frame, tmp_path)
     assert np.allclose([row["scores"] for row in rows], wanted.numpy(), rtol=1e-6, atol=1e-7)
 
 
-def test_a_saved_model_predicts_the_same_inside_a_pipeline(fitted, frame, tmp_path):
+def test_a_saved_model_predicts_the_same_inside_a_pipeline(fitted, to_predict, tmp_path):
     path = str(tmp_path / "saved")
-    Pipeline(stages=[fitted]).fit(frame).write().overwrite().save(path)
+    Pipeline(stages=[fitted]).fit(to_predict).write().overwrite().save(path)
     again = PipelineModel.load(path).stages[0]
     assert isinstance(again, LightningModel)
     assert again.getHistory() == fitted.getHistory()
-    assert again.transform(frame).collect() == fitted.transform(frame).collect()
+    assert again.transform(to_predict).collect() == fitted.transform(to_predict).collect()
 
 
 def test_describe_shows_the_columns_and_the_modules_outputs(frame, capsys):
@@ -124,7 +130,8 @@ class Sides(torch.nn.Module):
 
 def test_a_plain_module_gets_columns_by_the_names_of_its_inputs(spark):
     torch.manual_seed(1)
-    rows, model = spark.range(40).selectExpr("id / 40.0D AS a", "id % 7 AS b", "id % 3 AS c", "a + 1 AS y"), Sides()
+    columns, model = ("id / 40.0D AS a", "id % 7 AS b", "id % 3 AS c", "a + 1 AS y"), Sides()
+    rows = spark.range(40, numPartitions=1).selectExpr(*columns)
     estimator = LightningEstimator(
         num_proc=2,
         model=model,

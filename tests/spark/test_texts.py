@@ -32,7 +32,7 @@ def with_ids(columns):
     ],
 )
 def test_texts_are_converted_to_numbers_by_a_transformation_function(spark, tmp_path, framework, path):
-    numbers = spark.range(40).selectExpr("id / 40.0D AS a", "id % 3 * 1.0D AS b", "a * 2 - b AS y")
+    numbers = spark.range(40, numPartitions=1).selectExpr("id / 40.0D AS a", "id % 3 * 1.0D AS b", "a * 2 - b AS y")
     words = sql.array(*map(sql.lit, WORDS))
     texts = numbers.withColumn("b", sql.element_at(words, (sql.col("b") + 1).cast("int")))
     store = Store.create(str(tmp_path / "store")) if path == "store" else None
@@ -87,5 +87,5 @@ def test_a_lightning_module_is_trained_on_the_columns_that_a_transformation_func
     # One step over all 12 rows: a third of them has each word, and the gradient of a row is +-0.5.
     assert fitted.getModel().words.weight.tolist() == [[0.5, -0.5], [0.5, -0.5], [-0.5, 0.5]]
     tokens = spark.createDataFrame([([0, 1], [1, 1], 0), ([2, 1], [1, 1], 1)], "ids array<int>, mask array<int>, y int")
-    predicted = fitted.setFeatureColumns(["ids", "mask", "y"]).transform(tokens).orderBy("y").collect()
+    predicted = fitted.setFeatureColumns(["ids", "mask", "y"]).transform(tokens.coalesce(1)).orderBy("y").collect()
     assert [row["prediction"].toArray().tolist() for row in predicted] == [[0.5, -0.5], [-0.5, 0.5]]
