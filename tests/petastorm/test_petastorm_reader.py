@@ -119,6 +119,7 @@ def spark():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYSPARK_PYTHON", sys.executable)
         patch.setenv("SPARK_LOCAL_IP", "127.0.0.1")
+        patch.setenv("SPARK_SUBMIT_OPTS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")  # the JVM lives for seconds
         session = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
         yield session
         session.stop()
