@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import logging
 import os
 import shutil
 import stat
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from pyarrow import fs
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 _TRIES = 100
 _NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.ENOSYS})
@@ -277,12 +279,16 @@ def absolute_path(path_or_url: str) -> str:
 def files_below(top: Path) -> Iterator[Path]:
     """Yield all regular files below a folder, also through links; links back to a folder on the way are skipped.
 
-    A broken link counts as a file, because a reader must notice that its rows are missing.
+    A warning names broken links, for example to files that DVC or git-annex has not fetched.
     """
     for folder, folders, names in os.walk(top, onerror=_raise_unless_missing, followlinks=True):
         parent = Path(folder)
         folders[:] = [name for name in folders if not _is_loop(parent / name)]
-        yield from (file for name in names if (file := parent / name).is_file() or _is_broken_link(file))
+        for file in map(parent.joinpath, names):
+            if file.is_file():
+                yield file
+            elif file.is_symlink() and not file.exists():
+                logger.warning("Skipped %s, a link to something that does not exist.", file)
 
 
 def _is_loop(folder: Path) -> bool:
@@ -290,10 +296,6 @@ def _is_loop(folder: Path) -> bool:
         return False
     target = folder.resolve()
     return any(parent.resolve().is_relative_to(target) for parent in folder.parents)
-
-
-def _is_broken_link(file: Path) -> bool:
-    return file.is_symlink() and not file.exists()
 
 
 def _retry_if_folder_vanishes(write: Callable[[], T]) -> T:
