@@ -214,8 +214,11 @@ def test_all_ranks_skip_an_accumulated_batch_that_overflows_on_one(group):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"backward_passes_per_step": 3, "op": hvd.Sum}, {"op": hvd.Adasum}],
-    ids=["plain", "accumulated sum", "adasum"],
+    [
+        pytest.param({}, id="plain", marks=pytest.mark.soak),
+        pytest.param({"backward_passes_per_step": 3, "op": hvd.Sum}, id="accumulated sum"),
+        pytest.param({"op": hvd.Adasum}, id="adasum"),
+    ],
 )
 def test_copies_of_an_optimizer_exchange_gradients_with_its_settings(group, options):
     first, second = group.run(train_with_copies, options)

@@ -60,7 +60,7 @@ found = json.dumps(canonical_form(parts))
 
 
 def test_the_canonical_form_is_the_same_in_another_process():
-    environment = {"PYTHONHASHSEED": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = os.environ | {"PYTHONHASHSEED": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", f"{SCRIPT}print(found)"]
     there = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120).stdout
     here = {"__name__": "__main__"}
@@ -76,7 +76,7 @@ def test_a_keras_model_on_pytorch_has_one_form_in_every_process():
         "model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3)]); model.compile('adam', 'mse'); "
         "print(json.dumps(canonical_form(model)))"
     )
-    environment = {"KERAS_BACKEND": "torch", "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = os.environ | {"KERAS_BACKEND": "torch", "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", script]
     one, other = (
         subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120).stdout
