@@ -19,13 +19,12 @@ from nbclient import NotebookClient
 _NOT_SHOWN = re.compile(r"\d+%\||\[\d+\]<stderr>:")  # progress bars of tqdm, and log lines of the ranks
 
 
-def execute(path: Path, folder: Path) -> nbformat.NotebookNode:
-    """Run the notebook in the folder, and return it with its new outputs.
+def execute(notebook: nbformat.NotebookNode, folder: Path) -> nbformat.NotebookNode:
+    """Run a notebook in the folder, and return it with its new outputs.
 
     Raises:
         nbclient.exceptions.CellExecutionError: a cell raised an error.
     """
-    notebook = nbformat.read(path, as_version=4)
     client = NotebookClient(notebook, timeout=400, kernel_name="python3", resources={"metadata": {"path": str(folder)}})
     asyncio.run(client.async_execute())  # also closes its event loop
     return notebook
@@ -49,7 +48,7 @@ def tidy(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
 def main(paths: list[str]) -> None:
     for path in map(Path, paths):
         with tempfile.TemporaryDirectory() as folder:
-            nbformat.write(tidy(execute(path, Path(folder))), path)
+            nbformat.write(tidy(execute(nbformat.read(path, as_version=4), Path(folder))), path)
 
 
 if __name__ == "__main__":

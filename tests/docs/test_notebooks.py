@@ -23,18 +23,36 @@ def test_there_are_tutorials_for_tables_images_text_and_searches() -> None:
     assert [path.stem for path in _TUTORIALS] == ["images", "search", "table", "text"]
 
 
+@pytest.fixture(scope="module")
+def executed(warm_ranks: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, nbformat.NotebookNode]:
+    """Return the notebooks after a run, by name.
+
+    One kernel runs them all, so the frameworks are imported once and one JVM starts. The kernel is another process,
+    which needs the library of this folder.
+    """
+    # Keras comes last: TensorFlow must be imported after the modules that PyTorch's optimizers import.
+    paths = sorted(_TUTORIALS, key=lambda path: path.stem == "images")
+    notebooks = {path.stem: nbformat.read(path, as_version=4) for path in paths}
+    joined = nbformat.v4.new_notebook()
+    for notebook in notebooks.values():
+        joined.cells += [*notebook.cells, nbformat.v4.new_code_cell("%reset -f")]  # forgets the variables
+    folder = tmp_path_factory.mktemp("notebooks")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")]))
+        for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_DATA_DIR"):
+            patch.setenv(name, str(folder / name))
+        execute(joined, folder)  # stores the outputs in the cells of the notebooks
+    return notebooks
+
+
 @pytest.mark.spark
-@pytest.mark.usefixtures("warm_ranks")
+@pytest.mark.timeout(1200)  # the first of them runs all notebooks
 @pytest.mark.parametrize("path", _TUTORIALS, ids=lambda path: path.stem)
 def test_a_tutorial_runs_and_stores_the_outputs_of_every_cell(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path, executed: dict[str, nbformat.NotebookNode]
 ) -> None:
-    """Run the notebook in a kernel: another process, which needs the library of this folder."""
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")]))
-    for folder in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_DATA_DIR"):
-        monkeypatch.setenv(folder, str(tmp_path / folder))
     stored = nbformat.read(path, as_version=4)
-    now = tidy(execute(path, tmp_path))
+    now = tidy(executed[path.stem])
     assert _kinds(now) == _kinds(stored), f"python -m tools.notebooks {path.relative_to(_ROOT)} stores them again"
     shown = [output for cell in now.cells for output in cell.get("outputs", [])]
     if path.stem != "search":  # the trials of a search print nothing
