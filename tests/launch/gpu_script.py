@@ -1,4 +1,7 @@
-"""Run by test_gpus.py in a separate process: one process can hold one SparkContext only."""
+"""Run by test_gpus.py in a separate process: one process can hold one SparkContext only.
+
+python gpu_script.py DISCOVERY_SCRIPT [with fits]
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,6 @@ from pyspark.sql import SparkSession
 import sparkhvd
 from sparkhvd import SparkBackend, Store
 from sparkhvd.errors import SlotsError
-from tests import lines
 from tests.scripts import print_results
 
 
@@ -39,6 +41,8 @@ def threads() -> dict[str, object]:
 
 def fitted(session: SparkSession, store: Store) -> dict[str, object]:
     """Return the error of a fit on two ranks with two GPUs each, and the ranks' output."""
+    from tests import lines  # noqa: PLC0415 - imports PyTorch
+
     printed = io.StringIO()
     backend = SparkBackend(2, gpus_per_task=2, stdout=printed)
     errors = lines.errors(session, store, num_proc=None, backend=backend, verbose=1)
@@ -47,6 +51,8 @@ def fitted(session: SparkSession, store: Store) -> dict[str, object]:
 
 def refused(session: SparkSession, folder: str) -> dict[str, object]:
     """Return the error of a fit that needs more GPUs than exist, and the files that it leaves."""
+    from tests import lines  # noqa: PLC0415 - imports PyTorch
+
     estimator = lines.estimator(Store.create(folder), num_proc=None, backend=SparkBackend(3, gpus_per_task=2))
     result: dict[str, object] = {}
     try:
@@ -58,7 +64,7 @@ def refused(session: SparkSession, folder: str) -> dict[str, object]:
     return {**result, "preflight": list(report.problems), "devices": [task.devices for task in report.tasks]}
 
 
-def main(script: str) -> None:
+def main(script: str, with_fits: bool) -> None:
     builder = SparkSession.builder.master("local-cluster[1,4,1024]").config("spark.executor.memory", "700m")
     for who in ("worker", "executor"):
         builder.config(f"spark.{who}.resource.gpu.amount", "4")
@@ -75,20 +81,21 @@ def main(script: str) -> None:
             "shared": sparkhvd.run(devices, num_proc=2),
             "half each": sparkhvd.run(devices, num_proc=4, gpus_per_task=0.5),
             "the user's": sparkhvd.run(devices, num_proc=1, env={"CUDA_VISIBLE_DEVICES": "7"}),
-            "threads": sparkhvd.run(threads, num_proc=1),
             "parallelism of the rest": session.range(4, numPartitions=4).rdd.map(lambda _: 1).count(),
         }
         try:
             sparkhvd.run(devices, num_proc=3, gpus_per_task=2)
         except SlotsError as error:
             results["slots"] = str(error)
-        with tempfile.TemporaryDirectory() as folder:
-            results["refused fit"] = refused(session, folder)
-            results["fit"] = fitted(session, Store.create(folder))
+        if with_fits:
+            results["threads"] = sparkhvd.run(threads, num_proc=1)
+            with tempfile.TemporaryDirectory() as folder:
+                results["refused fit"] = refused(session, folder)
+                results["fit"] = fitted(session, Store.create(folder))
     finally:
         session.stop()
     print_results(results)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], sys.argv[2:] == ["with fits"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -17,14 +18,18 @@ from tests.scripts import results_of, run_script
 SCRIPT = Path(__file__).with_name("gpu_script.py")
 
 
+def run_with_four_gpus(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    discovery = folder / "discover.sh"
+    discovery.write_text('#!/bin/sh\necho \'{"name": "gpu", "addresses": ["0", "1", "2", "3"]}\'\n')
+    discovery.chmod(0o755)
+    return run_script([sys.executable, SCRIPT, discovery, *words], folder, 280)
+
+
 @pytest.mark.spark
 @pytest.mark.cluster
 @pytest.mark.usefixtures("warm_ranks")
 def test_ranks_get_the_gpus_that_spark_assigns_to_their_tasks(tmp_path):
-    discovery = tmp_path / "discover.sh"
-    discovery.write_text('#!/bin/sh\necho \'{"name": "gpu", "addresses": ["0", "1", "2", "3"]}\'\n')
-    discovery.chmod(0o755)
-    done = run_script([sys.executable, SCRIPT, discovery], tmp_path, 280)
+    done = run_with_four_gpus(tmp_path)
     results = results_of(done)
     two = results["two each"]
     firsts, rest = [one["own"][0] for one in two], [one["own"][1] for one in two]
@@ -48,11 +53,19 @@ def test_ranks_get_the_gpus_that_spark_assigns_to_their_tasks(tmp_path):
     assert results["the user's"][0]["CUDA_VISIBLE_DEVICES"] == "7"
     assert results["the user's"][0]["CUDA_DEVICE_ORDER"] is None
     assert results["the user's"][0]["own"] == ["7"]
-    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-    assert results["threads"] == [{"torch": 1} | dict.fromkeys(names, "1") | {"TF_NUM_INTEROP_THREADS": "2"}]
     assert results["parallelism of the rest"] == 4
     assert "num_proc=3 is more than the 2 slots of the cluster" in results["slots"]
     assert "spark.task.cpus=1, 2 GPUs per task" in results["slots"]
+
+
+@pytest.mark.spark
+@pytest.mark.cluster
+@pytest.mark.soak
+@pytest.mark.usefixtures("warm_ranks")
+def test_the_ranks_of_a_fit_get_gpus_and_the_threads_of_their_cores(tmp_path):
+    results = results_of(run_with_four_gpus(tmp_path, "with fits"))
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+    assert results["threads"] == [{"torch": 1} | dict.fromkeys(names, "1") | {"TF_NUM_INTEROP_THREADS": "2"}]
     fit = results["fit"]
     assert fit["error"] < 0.5, "the line y = 3x + 1 spans 3 and is nearly learned"
     given = re.findall(
