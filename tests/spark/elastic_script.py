@@ -1,4 +1,7 @@
-"""Run by test_elastic.py in a separate process: dynamic allocation is set before Spark starts."""
+"""Run by test_elastic.py in a separate process: dynamic allocation is set before Spark starts.
+
+python elastic_script.py FOLDER {killed|decommissioned}...
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -29,8 +33,11 @@ class Messages(logging.Handler):
         self.texts.append(record.getMessage())
 
 
-def end_executors(folder: Path) -> None:
-    """Kill the executor of the first rank that joins, after some steps with it; decommission that of the second."""
+_SIGNALS = {"killed": signal.SIGKILL, "decommissioned": signal.SIGPWR}  # Spark's executors have a handler of the second
+
+
+def end_executors(folder: Path, ends: Sequence[str]) -> None:
+    """End the executor of each rank that joins, after some steps with it."""
     ended: set[int] = set()
 
     def joined() -> int | None:
@@ -41,15 +48,15 @@ def end_executors(folder: Path) -> None:
                 return pid
         return None
 
-    for end in (signal.SIGKILL, signal.SIGPWR):  # Spark's executors have a handler of the second
+    for end in ends:
         assert happens(lambda: joined() is not None, 200)
         rank = psutil.Process(joined())
         executor = next(one for one in rank.parents() if "CoarseGrainedExecutorBackend" in " ".join(one.cmdline()))
         ended.add(rank.pid)
-        os.kill(executor.pid, end)
+        os.kill(executor.pid, _SIGNALS[end])
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, ends: Sequence[str]) -> None:
     settings = {
         "spark.dynamicAllocation.enabled": "true",
         "spark.dynamicAllocation.shuffleTracking.enabled": "true",
@@ -69,10 +76,10 @@ def main(folder: Path) -> None:
     for name, value in settings.items():
         builder = builder.config(name, value)
     session = builder.getOrCreate()
-    threading.Thread(target=end_executors, args=(folder,), daemon=True).start()
+    threading.Thread(target=end_executors, args=(folder, ends), daemon=True).start()
     messages = Messages()
     logging.getLogger("sparkhvd").addHandler(messages)
-    sizes = (1, 2, 1, 2, 1, 2)
+    sizes = (1, 2, *(1, 2) * len(ends))
     results = sparkhvd.run_elastic(
         training.train,
         (10, str(folder), {}, sizes),
@@ -101,4 +108,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])

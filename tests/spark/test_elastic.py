@@ -151,11 +151,21 @@ def test_two_jobs_that_each_hold_half_of_the_slots_run_one_after_the_other(tmp_p
 
 
 @pytest.mark.cluster
-def test_a_job_grows_by_dynamic_allocation_and_survives_the_loss_and_the_decommissioning_of_executors(tmp_path):
+@pytest.mark.parametrize(
+    "ends",
+    [
+        ["decommissioned"],  # the test of killed tasks above loses leases, too
+        pytest.param(["killed", "decommissioned"], marks=pytest.mark.soak),
+    ],
+    ids=" and ".join,
+)
+def test_a_job_grows_by_dynamic_allocation_and_survives_the_loss_and_the_decommissioning_of_executors(tmp_path, ends):
     script = Path(__file__).with_name("elastic_script.py")
-    results = results_of(run_script([sys.executable, script, tmp_path], tmp_path, 400, SPARKHVD_WARM_SECONDS="0"))
-    assert results["sizes"] == [1, 2, 1, 2, 1, 2], "one executor was killed, one decommissioned, and both replaced"
-    assert results["losses"] == 1, "the rank on the decommissioned executor has left at a commit"
+    results = results_of(
+        run_script([sys.executable, script, tmp_path, *ends], tmp_path, 400, SPARKHVD_WARM_SECONDS="0")
+    )
+    assert results["sizes"] == [1, 2, *[1, 2] * len(ends)], "these executors have ended and were replaced"
+    assert results["losses"] == ends.count("killed"), "the rank on the decommissioned executor has left at a commit"
     (message,) = results["decommissioned"]
     assert re.fullmatch(
         r"Spark decommissions the executor of rank 1 on host \S+; the rank leaves the job at its next commit\.", message
