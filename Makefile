@@ -24,7 +24,8 @@ PYTHON_PARTS := $(addprefix test-python-,spark launch rest estimators docs clust
 OTHER_PARTS := $(addprefix check-,petastorm lint site)
 SIDE_BY_SIDE := $(MAKE) --no-print-directory --keep-going --jobs=4
 TEST_ENVIRONMENT := .venv/.core-built .venv/.test-java .venv/.lean-imports .venv/.bytecode
-PYTEST := $(RUN) python -X faulthandler -m pytest --durations=10
+PYTEST_OPTIONS :=
+PYTEST := $(RUN) python -X faulthandler -m pytest --durations=10 $(PYTEST_OPTIONS)
 
 .PHONY: $(PYTHON_PARTS) $(OTHER_PARTS)
 check: .venv/.build-tools ## Run all checks that a change must pass: tests, linters, documentation

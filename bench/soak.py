@@ -57,7 +57,7 @@ _PARTS = (
     "versions",
 )
 _FAILURE = re.compile("NOT NAMED|FAILED")
-_VERDICT = re.compile(r"\d (passed|failed|errors?)\b.* in \d|: skipped, ")  # of a set of tools/test-matrix
+_VERDICT = re.compile(r"\d (passed|failed|errors?)\b.* in \d|: skipped, ")  # of pytest or tools/test-matrix
 _LIMITS = {fault.name: fault.seconds for table in _TABLES for fault in table}
 _LIMITS |= {fault.name: LIMIT_SECONDS for fault in ELASTIC_FAULTS}
 
@@ -185,10 +185,12 @@ def properties() -> str:
 
 def repeats() -> str:
     """Run the tests that repeat others with further values, frameworks and servers; `make check` skips them."""
-    command = [sys.executable, "-m", "pytest", "-q", "--soak", "tests"]
+    command = ["make", "--no-print-directory", "test-python", "PYTEST_OPTIONS=--soak"]
     result = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False, timeout=7200)
-    verdict = result.stdout.strip().rpartition("\n")[2]
-    return f"tests with the mark soak: {verdict}" + ("" if result.returncode == 0 else f"\n  FAILED:\n{result.stdout}")
+    lines = [f"  {line}" for line in result.stdout.splitlines() if _VERDICT.search(line)]
+    if result.returncode:
+        lines += ["  FAILED:", result.stdout, result.stderr]
+    return "\n".join(["tests with the mark soak:", *lines])
 
 
 def packages() -> str:
