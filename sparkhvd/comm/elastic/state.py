@@ -76,9 +76,8 @@ class State:
             return
         communicator = session.current()
         notified = communicator.world.rank == 0 and membership.is_notified()
-        if communicator.world.size > 1:  # a small sum takes one exchange in shared memory; a broadcast takes more
-            count = np.array([notified], np.int64)
-            notified = bool(communicator.allreduce(count, ReduceOp.SUM, name="elastic.check_host_updates").item())
+        if communicator.world.size > 1:
+            notified = bool(communicator.allreduce_now(np.array([notified], np.int64), ReduceOp.SUM).item())
         if notified:
             raise HostsUpdatedInterrupt("The slots of this job have changed, so its ranks form a new generation.")
 
