@@ -103,14 +103,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    if _is_whole_suite(session.config):
-        gc.freeze()  # so that garbage collections skip what the test modules have imported
+    if _runs_own_tests(session.config):
+        gc.freeze()  # so that the leak check's garbage collections skip all that the tests have imported
 
 
 def pytest_configure(config: pytest.Config) -> None:
     # A parent that runs the tests in the background may ignore Ctrl-C, and child processes would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    if _is_whole_suite(config):
+    if _runs_own_tests(config):
         from tests import lean_imports  # noqa: PLC0415  (small runs have no such package)
 
         lean_imports.install()
@@ -119,7 +119,6 @@ def pytest_configure(config: pytest.Config) -> None:
         with contextlib.suppress(ImportError):
             import triton  # noqa: F401, PLC0415  (crashes if torch._dynamo imports it after TensorFlow)
 
-        gc.freeze()  # so that the leak check's garbage collections skip all current objects
     if (_TEST_JAVA / "bin" / "java").exists():
         os.environ["JAVA_HOME"] = str(_TEST_JAVA)
     folder = Path(tempfile.mkdtemp(prefix="sparkhvd-tests-"))
@@ -166,7 +165,7 @@ def pytest_fixture_setup() -> Iterator[Any]:
         return (yield)
 
 
-def _is_whole_suite(config: pytest.Config) -> bool:
+def _runs_own_tests(config: pytest.Config) -> bool:
     """Return whether this is not one of the small pytest runs that tests start."""
     return config.rootpath == Path(__file__).parents[1]
 

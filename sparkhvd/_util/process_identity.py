@@ -12,7 +12,7 @@ _PROCESSES = Path("/proc")
 
 
 @dataclass(frozen=True)
-class ProcessIdentity:
+class ProcessOnMachine:
     """A process on any machine.
 
     Attributes:

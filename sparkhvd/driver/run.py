@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Never, TextIO, TypeVar
 
 from sparkhvd._util.counts import plain_count
-from sparkhvd._util.process_identity import ProcessIdentity
+from sparkhvd._util.process_identity import ProcessOnMachine
 from sparkhvd._util.short_tracebacks import brief_errors
 from sparkhvd.compat.horovod import unknown_argument
 from sparkhvd.config import Config, changed_environment, warn_ignored_variables
@@ -283,7 +283,7 @@ def new_job(
         env=tuple(changes.items()),
         preload=tuple(options.preload),
         config=config,
-        driver=ProcessIdentity.own(),
+        driver=ProcessOnMachine.own(),
         secret=secrets.token_bytes(32),
         streamed=streamed(options),
         log_files=log_files(stdout=options.stdout, stderr=options.stderr),

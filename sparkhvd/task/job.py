@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field, replace
 
-from sparkhvd._util.process_identity import ProcessIdentity
+from sparkhvd._util.process_identity import ProcessOnMachine
 from sparkhvd.comm.connect.commit_folder import CommitFolder
 from sparkhvd.config import Config
 from sparkhvd.task.log_files import LogFiles
@@ -52,7 +52,7 @@ class Job:
     preload: tuple[str, ...] = ()
     config: Config = field(default_factory=Config)
     driver_addresses: tuple[tuple[str, int], ...] = ()
-    driver: ProcessIdentity | None = None
+    driver: ProcessOnMachine | None = None
     driver_connection: bool = False
     secret: bytes = field(default=b"", repr=False)
     streamed: tuple[str, ...] = ("stdout", "stderr")

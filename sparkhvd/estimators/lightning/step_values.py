@@ -27,7 +27,7 @@ def monitored_names(trainer: Trainer) -> set[str]:
 
 @dataclass
 class StepValues:
-    """The latest values of this rank in the epoch.
+    """The latest values of this rank.
 
     Attributes:
         latest: by name, the number of the batch, the value, and the number of rows that it is the mean of.

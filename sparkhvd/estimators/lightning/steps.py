@@ -459,7 +459,7 @@ class DistributedLog:
         elif on_epoch:
             self._feed.logged[stage].add(name)
             options["sync_dist"] = True
-        elif name in monitored_names(trainer) and not _is_shared(options):
+        elif not _is_shared(options) and name in monitored_names(trainer):
             options["sync_dist"] = True  # decisions by the value of a single rank would let the ranks diverge
         share = self._feed.share(stage)
         if in_step and (share.is_substitute or (options.get("batch_size") is None and not share.is_foreign)):

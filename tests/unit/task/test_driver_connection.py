@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from sparkhvd._util.process_identity import ProcessIdentity
+from sparkhvd._util.process_identity import ProcessOnMachine
 from sparkhvd.driver.log_stream import LogStream
 from sparkhvd.driver.spark.task_exchange import TaskExchange
 from sparkhvd.errors import LaunchError
@@ -23,7 +23,7 @@ from sparkhvd.task.task_info import TaskInfo
 SECRET = b"k" * 32
 
 
-def connection_of(index: int, *ports: int, driver: ProcessIdentity | None = None) -> DriverConnection:
+def connection_of(index: int, *ports: int, driver: ProcessOnMachine | None = None) -> DriverConnection:
     job = Job(b"", 2, driver_addresses=tuple(("127.0.0.1", port) for port in ports), driver=driver, secret=SECRET)
     return DriverConnection(job, TaskInfo(index, ("here", "here"), 1, attempt=100 + index))
 
@@ -95,8 +95,8 @@ def test_no_exchange_happens_if_the_driver_does_not_answer():
 
 
 def test_a_task_that_cannot_connect_ends_if_the_driver_has_ended_on_this_machine():
-    own = ProcessIdentity.own()
-    ended, elsewhere = replace(own, started="1"), ProcessIdentity("another machine", own.pid, "1")
+    own = ProcessOnMachine.own()
+    ended, elsewhere = replace(own, started="1"), ProcessOnMachine("another machine", own.pid, "1")
     for driver in (own, elsewhere):
         with closing(connection_of(0, driver=driver)) as connection:
             assert connection.exchange_introductions(introduction(0)) is None
