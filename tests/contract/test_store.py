@@ -7,12 +7,13 @@ import pickle
 import re
 import shutil
 import threading
+import time
 import uuid
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from pyarrow import parquet
+from pyarrow import fs, parquet
 
 from sparkhvd.data import ParquetSource
 from sparkhvd.data.external.locate import Access
@@ -366,6 +367,9 @@ def test_arrow_reads_parquet_written_through_the_store(store):
     with store.open("folder/x.parquet", "wb") as file:
         parquet.write_table(table, file, row_group_size=1000)
     filesystem, path = store.arrow("folder/x.parquet")
+    modified = filesystem.get_file_info(path).mtime_ns  # by which readers notice that a file was replaced
+    assert modified is None if store.url.startswith("memory:") else abs(modified / 1e9 - time.time()) < 3600
+    assert filesystem.get_file_info(f"{path}.other").type == fs.FileType.NotFound
     with filesystem.open_input_file(path) as file:
         read = parquet.ParquetFile(file)
         assert read.metadata.num_row_groups == 10

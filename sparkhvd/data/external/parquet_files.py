@@ -135,8 +135,8 @@ def open_existing(
     store, locations = locate([train] if validation is None else [train, validation], access or Access())
     files = _open(store, locations, ColumnRequest(feature_cols, label_cols, weight_col, fill, transformed))
     if files.manifest.train.rows < num_proc:
-        files.close()
-        raise DataError(too_few_rows(files.manifest.train.rows, num_proc))
+        with files:
+            raise DataError(too_few_rows(files.manifest.train.rows, num_proc))
     return files
 
 
@@ -530,5 +530,9 @@ def _split(footers: Iterable[Footer], folder: str) -> Split:
     prefix = f"{folder}/" if folder else ""
     paths = [(footer, footer.path.removeprefix(prefix)) for footer in footers]
     return Split(
-        tuple(DataFile(path, footer.row_groups, footer.size) for footer, path in paths if any(footer.row_groups))
+        tuple(
+            DataFile(path, footer.row_groups, footer.size, footer.digest)
+            for footer, path in paths
+            if any(footer.row_groups)
+        )
     )

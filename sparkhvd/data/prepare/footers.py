@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sparkhvd._util.background import in_threads
+from sparkhvd.data.read.blocks import footer_digest
 from sparkhvd.data.schema.calendars import julian_leaves
 from sparkhvd.data.schema.columns import open_parquet
 from sparkhvd.errors import DataError, StoreError
@@ -59,6 +60,7 @@ class Footer:
         columns: the leaves of the schema.
         schema: the columns and their types.
         julian: the paths of the leaves whose old dates or timestamps are in the Julian calendar.
+        digest: the digest of the footer; empty for an empty file.
     """
 
     path: str
@@ -67,6 +69,7 @@ class Footer:
     columns: tuple[LeafFacts, ...]
     schema: pa.Schema
     julian: frozenset[str] = frozenset()
+    digest: bytes = b""
 
 
 def read_footers(store: Store, paths: Sequence[str]) -> list[Footer]:
@@ -108,6 +111,7 @@ def _footer(path: str, size: int, metadata: parquet.FileMetaData, schema: pa.Sch
         columns=tuple(_leaf(index, groups) for index in range(metadata.num_columns)) if groups else (),
         schema=schema,
         julian=julian_leaves(metadata),
+        digest=footer_digest(metadata),
     )
 
 

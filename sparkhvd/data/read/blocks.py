@@ -7,6 +7,7 @@ import io
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import closing
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from sparkhvd._util.counts import counted
@@ -19,6 +20,7 @@ from sparkhvd.store.protocol import Store
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    from pyarrow import fs
 
 
 class Blocks(Protocol):
@@ -41,6 +43,19 @@ class Blocks(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class FileVersion:
+    """What identifies the content of a file.
+
+    Attributes:
+        digest: of its footer.
+        modified: when it was modified, as this machine sees it, in nanoseconds; None if that is not known.
+    """
+
+    digest: bytes
+    modified: int | None
+
+
 class ParquetBlocks:
     """The row groups of a split in a Store.
 
@@ -50,7 +65,7 @@ class ParquetBlocks:
         split: the files.
         schema: the columns to read.
         chunk_rows: rows to decode at once.
-        digests: the digests of file footers by URL. The first read of a file adds its digest; later reads compare it,
+        versions: the versions of the files by URL. The first read of a file adds its version; later reads compare it,
             to detect that the file was replaced.
     """
 
@@ -64,16 +79,16 @@ class ParquetBlocks:
         schema: DataSchema,
         chunk_rows: int,
         *,
-        digests: dict[str, bytes] | None = None,
+        versions: dict[str, FileVersion] | None = None,
     ) -> None:
         self._store = store
         self._folder = folder
         self._blocks = split.blocks()
         self._schema = schema
         self._chunk_rows = chunk_rows
-        self._lock = threading.Lock()  # guards _footers and _digests
+        self._lock = threading.Lock()  # guards _footers and _versions
         self._footers: dict[str, pa.FileMetaData] = {}
-        self._digests = {} if digests is None else digests
+        self._versions = {} if versions is None else versions
         self.where = f"{store.url}/{folder}"
 
     def batches(self, piece: Piece) -> Iterator[pa.RecordBatch]:
@@ -86,7 +101,11 @@ class ParquetBlocks:
         end = 0
         try:
             filesystem, arrow_path = self._store.arrow(path)
-            with filesystem.open_input_file(arrow_path) as content, closing(self._opened(content, file, url)) as opened:
+            modified = _modified(filesystem, arrow_path, file)
+            with (
+                filesystem.open_input_file(arrow_path) as content,
+                closing(self._opened(content, file, url, modified)) as opened,
+            ):
                 julian = calendars.julian_leaves(opened.metadata)
                 for batch in opened.iter_batches(
                     self._chunk_rows, row_groups=[index], columns=names, use_threads=False
@@ -98,6 +117,8 @@ class ParquetBlocks:
                         first = max(piece.start - begin, 0)
                         yield batch.slice(first, min(piece.stop, end) - begin - first)
                     if end >= piece.stop:
+                        # A program may write to the file itself while it is read.
+                        self._check_unmodified(_modified(filesystem, arrow_path, file), url)
                         return
         except SparkHvdError:
             raise
@@ -107,7 +128,7 @@ class ParquetBlocks:
             f"{url} ends after {counted(end, 'row')} of a row group that should have more. Prepare the data again."
         )
 
-    def _opened(self, content: pa.NativeFile, file: DataFile, url: str) -> pa.parquet.ParquetFile:
+    def _opened(self, content: pa.NativeFile, file: DataFile, url: str, modified: int | None) -> pa.parquet.ParquetFile:
         from pyarrow import parquet  # noqa: PLC0415
 
         size = content.size()
@@ -118,13 +139,20 @@ class ParquetBlocks:
         opened = parquet.ParquetFile(content, metadata=footer, pre_buffer=True, coerce_int96_timestamp_unit="us")
         if footer is None:
             _check_row_groups(opened.metadata, file, url)
-            digest = _digest(opened.metadata)
+            digest = footer_digest(opened.metadata)
             with self._lock:
                 self._footers[url] = opened.metadata
-                earlier = self._digests.setdefault(url, digest)
-            if digest != earlier:
+                earlier = self._versions.setdefault(url, FileVersion(file.digest or digest, modified))
+            if digest != earlier.digest:
                 raise _replaced(url, "has another footer than")
+        self._check_unmodified(modified, url)
         return opened
+
+    def _check_unmodified(self, modified: int | None, url: str) -> None:
+        with self._lock:
+            earlier = self._versions[url]
+        if modified != earlier.modified:
+            raise _replaced(url, "has another modification time than")
 
 
 class ArrowBlocks:
@@ -167,11 +195,19 @@ class ArrowBlocks:
         yield self.whole(piece.block).slice(piece.start, piece.rows)
 
 
-def _digest(metadata: pa.FileMetaData) -> bytes:
+def footer_digest(metadata: pa.FileMetaData) -> bytes:
     """Return a digest of a footer, which contains the offset, size, minimum and maximum of every column chunk."""
     content = io.BytesIO()
     metadata.write_metadata_file(content)
     return hashlib.sha256(content.getbuffer()).digest()
+
+
+def _modified(filesystem: fs.FileSystem, path: str, file: DataFile) -> int | None:
+    """Return when a file was modified, in nanoseconds; None for prepared files and where it is not known."""
+    if file.size is None:
+        return None
+    modified: int | None = filesystem.get_file_info(path).mtime_ns
+    return modified
 
 
 def _replaced(url: str, what: str) -> DataError:

@@ -20,7 +20,7 @@ from sparkhvd._util.counts import counted
 from sparkhvd.config import local_folders
 from sparkhvd.data.read import cache
 from sparkhvd.data.read.batches import Arrays, Batch
-from sparkhvd.data.read.blocks import Blocks, ParquetBlocks
+from sparkhvd.data.read.blocks import Blocks, FileVersion, ParquetBlocks
 from sparkhvd.data.read.plan import Plan, Window
 from sparkhvd.data.read.prefetch import Job as PrefetchJob
 from sparkhvd.data.read.prefetch import Prefetcher, StopSignal
@@ -251,14 +251,14 @@ class ParquetSource(RowSource):
         shards = SharedBlocks(files.block_rows(), world.size, keep=reading.cache is not None)
         plan = Plan(shards, batch_size, seed, shuffle, reading.window_rows(schema), steps_per_epoch, pair_last_row)
         kept: dict[Piece, Sequence[pa.RecordBatch]] = {}
-        digests: dict[str, bytes] = {}
+        versions: dict[str, FileVersion] = {}
         # Rows that every rank reads fit into one window, so they are cached in memory: decoding all of them once costs
         # less than decoding a shard in every epoch.
         cache_kind = reading.cache or ("memory" if plan.read_by_all else None)
 
         def blocks() -> Blocks:
             chunk_rows = _chunk_rows(schema)
-            parquet_blocks = ParquetBlocks(store, manifest.folder, files, schema, chunk_rows, digests=digests)
+            parquet_blocks = ParquetBlocks(store, manifest.folder, files, schema, chunk_rows, versions=versions)
             if cache_kind is None:
                 return parquet_blocks
             folders = (reading.cache_folder,) if reading.cache_folder else local_folders()

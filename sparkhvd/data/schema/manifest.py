@@ -27,11 +27,13 @@ class DataFile:
         path: relative to the dataset's folder.
         row_groups: the number of rows of each row group.
         size: the size in bytes if other programs may replace the file; None for a prepared file, which never changes.
+        digest: the digest of the footer, for a file with a size.
     """
 
     path: str
     row_groups: tuple[int, ...]
     size: int | None = None
+    digest: bytes | None = None
 
 
 @dataclass(frozen=True)

@@ -112,18 +112,7 @@ class FilesystemStore(Store):
         return self._base.partition("://")[0]
 
     def exists(self, path: str) -> bool:
-        location = self._folders.of(path, self.url)
-
-        def look(_: int) -> bool:
-            filesystem = self._filesystem()
-            filesystem.invalidate_cache()
-            try:
-                filesystem.info(location, **self._limit(filesystem))
-            except FileNotFoundError:
-                return False
-            return True
-
-        return self._do("look up", location, look)
+        return self._look_up(self._folders.of(path, self.url)) is not None
 
     def open(self, path: str, mode: Literal["rb", "wb"]) -> BinaryIO:
         """Open a file to read, or a new one that replaces ``path`` on ``close``; an error in ``with`` discards it."""
@@ -193,7 +182,7 @@ class FilesystemStore(Store):
         from sparkhvd.store.access.arrow_files import arrow_filesystem  # noqa: PLC0415  (a Store is cheap to import)
 
         location = self._folders.of(path, self.url)
-        return arrow_filesystem(self._filesystem(), self._open_reader), location
+        return arrow_filesystem(self._filesystem(), self._open_reader, self._look_up), location
 
     def at(self, url: str) -> FilesystemStore:
         return replace(self, prefix_path=url, train_path=None, val_path=None, test_path=None, runs_path=None)
@@ -331,6 +320,19 @@ class FilesystemStore(Store):
 
     def _filesystem(self) -> Any:
         return self._connection.get(self._new_filesystem)
+
+    def _look_up(self, location: str) -> Mapping[str, Any] | None:
+        """Return fsspec's facts about a file or folder; None if there is none."""
+
+        def look(_: int) -> Mapping[str, Any] | None:
+            filesystem = self._filesystem()
+            filesystem.invalidate_cache()
+            try:
+                return dict(filesystem.info(location, **self._limit(filesystem)))
+            except FileNotFoundError:
+                return None
+
+        return self._do("look up", location, look)
 
     def _open_reader(self, location: str) -> RangeReader:
         ranges = self._do("open", location, lambda _: self._ranges(location))

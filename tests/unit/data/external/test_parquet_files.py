@@ -14,7 +14,9 @@ from pyarrow import parquet
 
 from sparkhvd.data import ParquetSource, torch_loader
 from sparkhvd.data.external.parquet_files import ColumnRequest, open_existing, selected
+from sparkhvd.data.read.blocks import ParquetBlocks
 from sparkhvd.data.read.readers import ReadOptions
+from sparkhvd.data.read.shards import Piece
 from sparkhvd.data.schema import columns
 from sparkhvd.errors import DataError, SchemaError, StoreError
 from sparkhvd.store import LocalStore
@@ -394,26 +396,50 @@ def test_the_first_inner_arrays_may_be_null_if_the_column_has_a_fill(tmp_path):
     assert rows["x"].tolist() == [[[0.5, 0.5], [0.5, 0.5]], [[0.5, 0.5], [1.0, 2.0]]]
 
 
-@pytest.mark.parametrize("replacement", ["other", "of the same size"])
-def test_a_file_that_is_replaced_during_the_training_is_named(tmp_path, replacement):
-    def write_rows(number, values):
-        rows = pa.table({"id": pa.array(values), "y": pa.array([0.0] * len(values))})
-        parquet.write_table(rows, tmp_path / f"{number}.parquet", use_dictionary=False, compression="none")
+# The rows of a file in another order within each row group: the footer stays the same.
+_REORDERED = np.concatenate([np.arange(149.0, 99, -1), np.arange(199.0, 149, -1)])
 
+
+def write_in_two_row_groups(path, values):
+    rows = pa.table({"id": pa.array(values), "y": pa.array([0.0] * len(values))})
+    new = path.with_name("new")
+    parquet.write_table(rows, new, row_group_size=len(rows) // 2, use_dictionary=False, compression="none")
+    new.rename(path)
+
+
+@pytest.mark.parametrize(
+    ("epochs_before", "values", "difference"),
+    [
+        (0, 1000.0 + np.arange(100.0), "has another footer than"),
+        (1, np.arange(200.0), r"has \d+ bytes, but had \d+"),
+        (1, 1000.0 + np.arange(100.0), "has another footer than"),
+        (1, _REORDERED, "has another modification time than"),
+    ],
+)
+def test_a_file_that_is_replaced_during_the_training_is_named(tmp_path, epochs_before, values, difference):
     for number in range(2):
-        write_rows(number, np.arange(100.0) + 100 * number)
+        write_in_two_row_groups(tmp_path / f"{number}.parquet", np.arange(100.0) + 100 * number)
     files = opened(tmp_path)
     reading = ReadOptions(window_bytes=800)  # so small that each epoch reads the files again
     source = ParquetSource(files.store, files.manifest, "train", World(), 10, seed=0, shuffle=True, reading=reading)
-    assert sum(batch.columns["id"].sum() for batch in source.epoch(0)) == sum(range(200))
-    size = (tmp_path / "1.parquet").stat().st_size
-    rows = 1000.0 + np.arange(100.0)
-    write_rows(1, rows if replacement == "of the same size" else np.concatenate([rows, rows]))
-    same_size = (tmp_path / "1.parquet").stat().st_size == size
-    assert same_size == (replacement == "of the same size")
-    difference = "has another footer than" if same_size else rf"has \d+ bytes, but had {size}"
+    for epoch in range(epochs_before):
+        assert sum(batch.columns["id"].sum() for batch in source.epoch(epoch)) == sum(range(200))
+    write_in_two_row_groups(tmp_path / "1.parquet", values)
     with pytest.raises(DataError, match=rf"/1\.parquet {difference} when the training began: it was replaced"):
-        list(source.epoch(1))
+        list(source.epoch(epochs_before))
+
+
+@pytest.mark.parametrize("row_group", [0, 1])
+def test_a_file_that_is_replaced_within_an_epoch_is_named(tmp_path, row_group):
+    """Its footer is read once per epoch, so a changed modification time is the only sign."""
+    write_in_two_row_groups(tmp_path / "0.parquet", np.arange(100.0, 200.0))
+    files = opened(tmp_path)
+    blocks = ParquetBlocks(files.store, files.manifest.folder, files.manifest.train, files.manifest.schema, 20)
+    first = blocks.batches(Piece(0, 0, 50))
+    assert next(first).column("id").to_pylist() == [*range(100, 120)]
+    write_in_two_row_groups(tmp_path / "0.parquet", _REORDERED)
+    with pytest.raises(DataError, match=r"/0\.parquet has another modification time than when the training began"):
+        list(first if row_group == 0 else blocks.batches(Piece(1, 0, 50)))
 
 
 def test_files_may_name_different_time_zones(tmp_path):
