@@ -32,7 +32,7 @@ from sparkhvd.estimators.lightning.checkpoint.mid_epoch_resume import (
 )
 from sparkhvd.estimators.lightning.checkpoint.weights import prepare_module, prune_as_saved
 from sparkhvd.estimators.lightning.hints import batch_hint
-from sparkhvd.estimators.lightning.step_values import StepValues, monitored_names
+from sparkhvd.estimators.lightning.step_values import StepValues, monitored_names, refuse_metric_of_single_rank
 from sparkhvd.estimators.torch.checkpoint.attributes import ChangedAttributes
 from sparkhvd.estimators.torch.checkpoint.frozen import freeze_only
 from sparkhvd.estimators.torch.checkpoint.safe_state import plain_numbers
@@ -452,22 +452,16 @@ class DistributedLog:
         trainer = self._module.trainer
         stage = _stage_of(trainer)
         in_step = within_step(self._module._current_fx_name or "")  # noqa: SLF001  (Lightning uses it for this decision, too)
-        on_epoch = options.get("on_epoch")
-        on_epoch = not (in_step and stage == "train") if on_epoch is None else on_epoch
-        if on_epoch and options.get("rank_zero_only"):
-            self._feed.rank_zero_logged[stage].add(name)
-        elif on_epoch:
-            self._feed.logged[stage].add(name)
-            options["sync_dist"] = True
-        elif not _is_shared(options) and name in monitored_names(trainer):
-            options["sync_dist"] = True  # decisions by the value of a single rank would let the ranks diverge
+        is_step = in_step and stage == "train"
+        on_epoch = self._share_over_ranks(name, value, options, stage, is_step=is_step)
         share = self._feed.share(stage)
         if in_step and (share.is_substitute or (options.get("batch_size") is None and not share.is_foreign)):
             options["batch_size"] = share.rows
-        if in_step and stage == "train" and not on_epoch and not _is_shared(options):
-            value = self._value_of_step(name, value, share, options.get("batch_size"))
+        reduction = _name_of(options.get("reduce_fx", "mean"))
+        if is_step and not on_epoch and not _is_shared(options):
+            value = self._value_of_step(name, value, share, options.get("batch_size"), reduction)
         elif in_step and share.is_substitute:
-            value = _neutral_element(value, options.get("reduce_fx", "mean"))
+            value = _neutral_element(value, reduction)
         elif in_step and options.get("batch_size") == 0:
             value = _finite(value)  # a mean over no rows is NaN, and so is 0 times NaN
         with strategy_of(trainer).weighting_logged(options.get("batch_size") if in_step else None):
@@ -475,14 +469,30 @@ class DistributedLog:
         if stage == "train":
             self._feed.values.add_logged(trainer)
 
-    def _value_of_step(self, name: str, value: Any, share: BatchShare, rows: int | None) -> Any:
+    def _share_over_ranks(self, name: str, value: Any, options: dict[str, Any], stage: str, *, is_step: bool) -> bool:
+        """Set ``sync_dist`` for a value that needs the rows of all ranks; return whether it is a value of the epoch."""
+        trainer = self._module.trainer
+        on_epoch = not is_step if options.get("on_epoch") is None else bool(options["on_epoch"])
+        if on_epoch and options.get("rank_zero_only"):
+            self._feed.rank_zero_logged[stage].add(name)
+        elif on_epoch:
+            self._feed.logged[stage].add(name)
+            options["sync_dist"] = True
+        elif not _is_shared(options) and name in monitored_names(trainer):
+            options["sync_dist"] = True  # decisions by the value of a single rank would let the ranks diverge
+        if is_step if options.get("on_step") is None else options["on_step"]:
+            refuse_metric_of_single_rank(name, value, trainer)
+        return on_epoch
+
+    def _value_of_step(self, name: str, value: Any, share: BatchShare, rows: int | None, reduction: str) -> Any:
         """Return the value to log, which is the earlier one if this rank has no rows in the step."""
         values = self._feed.step_values
         if not isinstance(value, torch.Tensor | int | float):
             return value
         if share.is_substitute:
             return values.before(name, value)
-        values.add(name, int(self._module.trainer.fit_loop.total_batch_idx), value, 1 if rows is None else rows)
+        batch = int(self._module.trainer.fit_loop.total_batch_idx)
+        values.add(name, batch, value, 1 if rows is None else rows, reduction)
         return value
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
@@ -533,9 +543,13 @@ def _finite(value: Any) -> Any:
     return 0.0 if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _neutral_element(value: Any, reduction: object) -> Any:
+def _name_of(reduction: object) -> str:
+    """Return Lightning's name of a reduction, which may be a function of torch or of Python."""
+    return str(getattr(reduction, "__name__", reduction)).lower()
+
+
+def _neutral_element(value: Any, name: str) -> Any:
     """Return the neutral element of a reduction over batches and ranks, in the type of ``value``."""
-    name = str(getattr(reduction, "__name__", reduction)).lower()
     if name not in _NEUTRAL_ELEMENTS or not isinstance(value, torch.Tensor | int | float):
         return _finite(value)  # it has no effect, because its batch size is 0
     if not isinstance(value, torch.Tensor):

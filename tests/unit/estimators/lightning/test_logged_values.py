@@ -180,12 +180,16 @@ def values_of_single_ranks(sizes):
             read.append([float(trainer.callback_metrics[name]) for name in ("monitored", "watched", "own")])
 
         def on_train_epoch_end(self, trainer, _module):
-            read.append([float(trainer.callback_metrics[name]) for name in ("own", "seldom")])
+            read.append(
+                [float(trainer.callback_metrics[name]) for name in ("own", "seldom", "largest", "smallest", "total")]
+            )
 
     class Logging(type(module())):
         def training_step(self, batch, index):
             for name in ("monitored", "watched", "own", *(["seldom"] if index == 0 else [])):
                 self.log(name, 100.0 * rank + index)
+            for name, reduction in (("largest", "max"), ("smallest", torch.min), ("total", sum)):
+                self.log(name, 100.0 * rank + index, reduce_fx=reduction)
             return super().training_step(batch, index)
 
         def configure_optimizers(self):
@@ -206,7 +210,49 @@ def test_ranks_decide_by_the_mean_of_all_rows_in_a_step(group):
     means = [50.0, 1.0, 27.0]
     for own, read in zip(([0.0, 1.0, 2.0], [100.0, 100.0, 102.0]), found, strict=True):
         assert read[:-1] == [[mean, mean, value] for mean, value in zip(means, own, strict=True)]
-        assert read[-1] == [27.0, 50.0], "hooks of the epoch's end read the mean of the last step"
+        assert read[-1] == [27.0, 50.0, 102.0, 2.0, 104.0], "the epoch's last hooks read reductions of the last step"
+
+
+def refusals_of_metrics():
+    """Return the error of an epoch for each way to log a metric that a callback monitors; empty without an error."""
+    from lightning.pytorch import Callback  # noqa: PLC0415
+    from torchmetrics.aggregation import SumMetric  # noqa: PLC0415
+
+    class Logging(type(module())):
+        def __init__(self, is_synchronized, **options):
+            super().__init__()
+            self.total = SumMetric(dist_sync_on_step=is_synchronized)
+            self.options = options
+
+        def training_step(self, batch, index):
+            self.total(float(len(batch["y"])))
+            self.log("seen", self.total, **self.options)
+            return super().training_step(batch, index)
+
+    def refusal(monitor, is_synchronized, **options):
+        callback = type("Monitoring", (Callback,), {"monitor": monitor})()
+        try:
+            network = Logging(is_synchronized, **options)
+            trainer_of(network, callbacks=[callback]).fit(source(EVEN[:1], rank), None, Hooks())
+        except ParamError as error:
+            return str(error)
+        return ""
+
+    rank = session.current().world.rank
+    return [
+        refusal("seen", False),
+        refusal("seen_step", False, on_epoch=True),
+        refusal("seen", True),
+        refusal("seen", False, on_step=False, on_epoch=True),
+        refusal("other", False),
+    ]
+
+
+def test_a_decision_by_the_metric_of_a_single_rank_is_refused(group):
+    for first, second, *others in group.run(refusals_of_metrics):
+        assert first.startswith("A scheduler or callback monitors 'seen', a SumMetric that is logged per step.")
+        assert second.startswith("A scheduler or callback monitors 'seen_step', a SumMetric that is logged per step.")
+        assert others == [""] * 3
 
 
 def names_in_each_epoch():
