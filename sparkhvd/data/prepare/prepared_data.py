@@ -25,7 +25,7 @@ from sparkhvd.data.prepare.prepare import WriteOptions, prepare, refuse_streamin
 from sparkhvd.data.prepare.stats import too_few_rows
 from sparkhvd.data.prepare.store_check import check_store
 from sparkhvd.data.reuse import leases
-from sparkhvd.data.reuse.dataset_names import difference, notes_of
+from sparkhvd.data.reuse.dataset_names import difference, measures, notes_of
 from sparkhvd.data.reuse.fingerprint import Fingerprint, fingerprint, living_caches
 from sparkhvd.data.schema.data_schema import DataSchema, Fill, Role
 from sparkhvd.data.schema.manifest import Manifest, load
@@ -253,8 +253,8 @@ def acquire(
             prepared = _find_by_fingerprint(store, known, keep_seconds)
         prepared = prepared or prepare_anew(keep_seconds=keep_seconds)
     if prepared.train_rows < writing.num_proc:
-        prepared.close()
-        raise DataError(too_few_rows(prepared.train_rows, writing.num_proc))
+        with prepared:
+            raise DataError(too_few_rows(prepared.train_rows, writing.num_proc))
     return prepared
 
 
@@ -287,6 +287,7 @@ def _write_new(
         )
         if name is not None:
             store.publish(layout.name_path(name, dataset_id), b"")
+            _refuse_simultaneous(store, manifest, name, selection, writing)
         elif manifest.fingerprint is not None:
             store.publish(layout.fingerprint_path(manifest.fingerprint, dataset_id), b"")
     except BaseException:
@@ -312,12 +313,33 @@ def _refuse_other_rows(
     """Refuse rows with the requested name that differ from the requested rows."""
     differs = difference(prepared.manifest, selection, writing.seed, known)
     if differs is not None:
-        prepared.close()
-        raise DataError(
-            f"The name {prepared.manifest.name!r} already belongs to other rows in {prepared.store.url} (dataset "
-            f"{prepared.dataset_id}): {differs} differ. Choose another name, or remove the rows that have it "
-            "(sparkhvd.data.clean)."
-        )
+        with prepared:
+            raise DataError(
+                f"The name {prepared.manifest.name!r} already belongs to other rows in {prepared.store.url} (dataset "
+                f"{prepared.dataset_id}): {differs} differ. Choose another name, or remove the rows that have it "
+                "(sparkhvd.data.clean)."
+            )
+
+
+def _refuse_simultaneous(store: Store, own: Manifest, name: str, selection: Selection, writing: WriteOptions) -> None:
+    """Refuse a name that another machine has given to other rows since this preparation began.
+
+    Of several preparations that end at the same time, at least one sees the others, because each publishes its note
+    before it looks for other notes.
+    """
+    known = None if own.fingerprint is None else Fingerprint(own.fingerprint)
+    for _, dataset_id in notes_of(store, name):
+        other = None if dataset_id == own.dataset_id else _load_if_complete(store, dataset_id)
+        if other is None:
+            continue
+        differs = difference(other, selection, writing.seed, known)
+        if differs is None and measures(other) != measures(own):
+            differs = "their numbers of rows, shapes or labels"
+        if differs is not None:
+            raise DataError(
+                f"The name {name!r} was given to other rows in {store.url} (dataset {dataset_id}) while these were "
+                f"prepared: {differs} differ. Choose another name, or prepare the rows of this name in one job only."
+            )
 
 
 def hold(store: Store, dataset_id: str) -> PreparedData:

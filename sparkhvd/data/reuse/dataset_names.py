@@ -44,6 +44,12 @@ def difference(manifest: Manifest, selection: Selection, seed: int, known: Finge
     return None
 
 
+def measures(manifest: Manifest) -> tuple[object, ...]:
+    """Return the facts about prepared rows that are equal for equal rows."""
+    held_out = None if manifest.validation is None else manifest.validation.rows
+    return manifest.train.rows, held_out, manifest.schema, manifest.labels
+
+
 def _shown(schema: DataSchema) -> list[tuple[object, ...]]:
     """Return the properties of the columns that are known both before and after their preparation."""
     return [(one.name, one.dtype, one.role, one.kind, one.depth, one.fill, one.sparse) for one in schema.columns]

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import weakref
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -17,12 +18,17 @@ import pytest
 
 from sparkhvd._util.process_identity import machine_id
 from sparkhvd.data import torch_loader
+from sparkhvd.data.external import parquet_files
 from sparkhvd.data.external.parquet_files import ExistingFiles, open_data, open_existing
+from sparkhvd.data.prepare import prepared_data
+from sparkhvd.data.prepare.prepare import WriteOptions
 from sparkhvd.data.prepare.prepared_data import PreparedData, _find_by_fingerprint, _find_by_name, clean, hold
 from sparkhvd.data.reuse import leases
 from sparkhvd.data.reuse.fingerprint import Fingerprint
+from sparkhvd.data.schema.selection import Selection
 from sparkhvd.errors import DataError, SchemaError, StoreError
 from sparkhvd.store import layout
+from tests.unit.data.conftest import SCHEMA
 from tests.waiting import wait_for
 
 
@@ -497,6 +503,43 @@ def test_a_lease_ends_if_the_store_fails_before_its_rows_are_reused(store, make_
     assert ids_of(store) == ["d"]
 
 
+@pytest.mark.parametrize("other_rows", [10, 11])
+def test_rows_that_another_machine_names_at_the_same_time_are_refused_if_they_differ(
+    store, make_dataset, edit_manifest, monkeypatch, other_rows
+):
+    def prepare(*_, dataset_id, name, **__):
+        """Prepare the rows while another machine prepares its own."""
+        for number, rows in (("another", other_rows), (dataset_id, 10)):
+            manifest = make_dataset(((rows,),), dataset_id=number)
+            edit_manifest(manifest, lambda content: content.update(name=name))
+        store.publish(layout.name_path(name, "another"), b"")
+        return replace(manifest, name=name)
+
+    monkeypatch.setattr(prepared_data, "prepare", prepare)
+    selection = Selection(SCHEMA, None)
+    write = partial(
+        prepared_data._write_new,
+        None,
+        selection,
+        store,
+        writing=WriteOptions(1, 3),
+        name="mine",
+        identify=lambda: None,
+        known=None,
+        keep_seconds=60.0,
+    )
+    if other_rows == 10:
+        with write() as data:
+            assert data.train_rows == 10
+        return
+    with pytest.raises(
+        DataError, match=r"The name 'mine' was given to other rows in .* while these were prepared: their n"
+    ):
+        write()
+    assert ids_of(store) == ["another"]
+    assert list(store.list("names")) == [layout.name_path("mine", "another")]
+
+
 class Delayed:
     """A lease in a Store that does not respond until ``answers`` is set."""
 
@@ -531,3 +574,27 @@ def test_an_error_waits_only_briefly_for_a_release_that_the_store_delays(monkeyp
     lease.answers.set()
     wait_for(lambda: all(thread.name != "sparkhvd-lease" for thread in threading.enumerate()))
     assert lease.released.is_set()
+
+
+def refuse_too_few_existing_rows(store, manifest, hold, monkeypatch):
+    monkeypatch.setattr(parquet_files, "locate", lambda *_: (store, [""]))
+    monkeypatch.setattr(parquet_files, "_open", lambda *_: ExistingFiles(store, manifest, hold))
+    open_existing("folder", feature_cols=None, label_cols=[], num_proc=100)
+
+
+def refuse_other_rows_of_a_name(store, manifest, hold, monkeypatch):
+    monkeypatch.setattr(prepared_data, "difference", lambda *_: "their columns")
+    data = prepared(hold)
+    data.store, data.manifest = store, manifest
+    prepared_data._refuse_other_rows(data, Selection(SCHEMA, None), WriteOptions(1, 3), None)
+
+
+@pytest.mark.parametrize("refuse", [refuse_too_few_existing_rows, refuse_other_rows_of_a_name])
+def test_a_refusal_of_rows_waits_only_briefly_for_a_release(store, make_dataset, monkeypatch, refuse):
+    monkeypatch.setattr(leases, "_FAILED_SECONDS", 0.01)
+    lease = Delayed()
+    with pytest.raises(DataError):
+        refuse(store, make_dataset(), leases.Hold(lease), monkeypatch)
+    assert not lease.released.is_set()
+    lease.answers.set()
+    wait_for(lambda: all(thread.name != "sparkhvd-lease" for thread in threading.enumerate()))
