@@ -30,9 +30,13 @@ class ProcessOnMachine:
         """Return the identity of this process."""
         return cls(machine_id(), os.getpid(), process_start(os.getpid()))
 
+    def is_on_this_machine(self) -> bool:
+        """Return whether this machine can know whether the process runs."""
+        return self.machine == machine_id()
+
     def has_ended(self) -> bool:
         """Return whether the process has ended, as far as this machine can know; False for other machines."""
-        return self.machine == machine_id() and not is_running(self.pid, self.started)
+        return self.is_on_this_machine() and not is_running(self.pid, self.started)
 
 
 def machine_id() -> str:

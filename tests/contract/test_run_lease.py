@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 
+from sparkhvd._util.process_identity import machine_id
 from sparkhvd.data.reuse.leases import Hold
 from sparkhvd.errors import ParamError, StoreError
 from sparkhvd.estimators.runs import run_lease
@@ -23,11 +24,12 @@ from tests.waiting import wait_for
 # A fit that holds the run "r": it saves a checkpoint, and on request tries to save another one.
 HOLDER = """
 import pickle, sys
+from sparkhvd._util import process_identity
 from sparkhvd.data.reuse.leases import Hold
 from sparkhvd.errors import StoreError
 from sparkhvd.estimators.runs import run_lease
 from sparkhvd.estimators.training import checkpoint
-run_lease.machine_id = lambda: sys.argv[2]
+process_identity.machine_id = lambda: sys.argv[2]
 with open(sys.argv[1], "rb") as file:
     store = pickle.load(file)
 lease = run_lease.acquire_lease(store, "r")
@@ -87,7 +89,7 @@ def outdated_check():
 
 @pytest.mark.parametrize("store", ["file", "hdfs", "s3"], indirect=True)
 def test_a_second_fit_is_refused_until_the_first_is_killed(store, tmp_path):
-    with another_fit(store, tmp_path, run_lease.machine_id()) as process:
+    with another_fit(store, tmp_path, machine_id()) as process:
         with pytest.raises(ParamError, match=rf"Run 'r' is being trained by another fit \(process {process.pid} on"):
             acquire_lease(store, "r")
         process.kill()
@@ -102,7 +104,7 @@ def test_a_second_fit_is_refused_until_the_first_is_killed(store, tmp_path):
         acquire_lease(store, "r").release()
 
 
-@pytest.mark.parametrize(("machine", "silent_seconds"), [("elsewhere", 1.0), (run_lease.machine_id(), 0.0)])
+@pytest.mark.parametrize(("machine", "silent_seconds"), [("elsewhere", 1.0), (machine_id(), 0.0)])
 def test_a_run_is_taken_over_only_while_its_fit_is_suspended(store, tmp_path, machine, silent_seconds):
     """A fit whose Store fails does not renew its lease either."""
     with another_fit(store, tmp_path, machine) as process:

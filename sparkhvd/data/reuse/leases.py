@@ -32,7 +32,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Protocol, Self
 
 from sparkhvd._util.background import in_threads
-from sparkhvd._util.process_identity import is_running, machine_id, process_start
+from sparkhvd._util.process_identity import ProcessOnMachine
 from sparkhvd.errors import SparkHvdError, StoreError
 from sparkhvd.store import layout
 from sparkhvd.store.optional_files import read_if_exists
@@ -73,9 +73,14 @@ class Record:
 
     def holds(self, now: float) -> bool:
         """Return whether the owner may still be using the dataset."""
-        if self.machine == machine_id():
-            return is_running(self.pid, self.started)
+        if self.process.is_on_this_machine():
+            return not self.process.has_ended()
         return now - self.taken < BELIEVED_SECONDS
+
+    @property
+    def process(self) -> ProcessOnMachine:
+        """Return the owner."""
+        return ProcessOnMachine(self.machine, self.pid, self.started)
 
 
 @dataclass(frozen=True)
@@ -244,12 +249,10 @@ def borrow(store: Store, dataset_id: str) -> Lease:
 def held_here(store: Store) -> list[str]:
     """Return the datasets that this process holds, the latest first, without those held for one use only."""
     leases = []
-    now = time.time()
+    own = ProcessOnMachine.own()
     for path in store.list(layout.LEASES):
         record = None if path.endswith(_USE) else _read(store, path)
-        if record is None or record.pid != os.getpid():
-            continue
-        if record.machine == machine_id() and record.holds(now):
+        if record is not None and record.process == own:
             leases.append((path.rpartition("/")[2], layout.leased_dataset(path)))
     return list(dict.fromkeys(dataset for _, dataset in sorted(leases, reverse=True)))
 
@@ -323,7 +326,7 @@ def _owner() -> str:
 
 def _record(keep_seconds: float) -> bytes:
     """Return the content of a lease of this process as of now."""
-    record = Record(machine_id(), os.getpid(), process_start(os.getpid()), time.time(), keep_seconds)
+    record = Record(**asdict(ProcessOnMachine.own()), taken=time.time(), keep_seconds=keep_seconds)
     return json.dumps(asdict(record)).encode()
 
 

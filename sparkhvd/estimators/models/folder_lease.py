@@ -12,14 +12,14 @@ take. A holder that could not rewrite its file for that long ends.
 from __future__ import annotations
 
 import json
-import os
 import platform
 import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 
-from sparkhvd._util.process_identity import is_running, machine_id, process_start
+from sparkhvd._util.process_identity import ProcessOnMachine
 from sparkhvd.data.reuse.leases import holding, release_and_log
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import StoreError
@@ -96,9 +96,7 @@ class FolderLease:
     def _write(self) -> None:
         began = time.monotonic()
         content = {
-            "machine": machine_id(),
-            "pid": os.getpid(),
-            "started": process_start(os.getpid()),
+            **asdict(ProcessOnMachine.own()),
             "host": platform.node(),
             "beat": uuid.uuid4().hex,
         }
@@ -123,15 +121,14 @@ class FolderLease:
 
     def _is_alive(self, path: str, content: bytes) -> bool:
         try:
-            writer = json.loads(content)
-            machine, pid, started = writer["machine"], writer["pid"], writer["started"]
+            record = json.loads(content)
+            writer = ProcessOnMachine(record["machine"], record["pid"], record["started"])
         except (ValueError, TypeError, KeyError):
-            machine, pid, started = "", 0, ""
-        if machine == machine_id():
-            if pid == os.getpid():
-                return path in _active_writers
-            if not is_running(pid, started):
-                return False
+            writer = ProcessOnMachine("", 0, "")
+        if writer == ProcessOnMachine.own():
+            return path in _active_writers
+        if writer.has_ended():
+            return False
         now = time.monotonic()
         last, since = self._seen.get(path, (content, now))
         self._seen[path] = (content, since if content == last else now)

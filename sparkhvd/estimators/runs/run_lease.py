@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import platform
 import time
 import uuid
@@ -31,7 +30,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import TypeVar
 
-from sparkhvd._util.process_identity import is_running, machine_id, process_start
+from sparkhvd._util.process_identity import ProcessOnMachine
 from sparkhvd.data.reuse.leases import holding, release_and_log
 from sparkhvd.errors import ParamError, StoreError
 from sparkhvd.store import layout
@@ -68,6 +67,11 @@ class Holder:
     started: str
     host: str
     since: str
+
+    @property
+    def process(self) -> ProcessOnMachine:
+        """Return the driver's process."""
+        return ProcessOnMachine(self.machine, self.pid, self.started)
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}, since {self.since}"
@@ -257,10 +261,10 @@ def _is_alive(store: Store, run_id: str, holder: Holder, silent_seconds: float) 
     first = read_if_exists(store, layout.beat_path(run_id, holder.name))
     if first in {None, _RELEASED}:
         return False
-    if (holder.machine, holder.pid, holder.started) == _own_process():
+    if holder.process == ProcessOnMachine.own():
         return holder.name in _active_fits
-    if holder.machine == machine_id():
-        return is_running(holder.pid, holder.started) and _age(first) <= silent_seconds
+    if holder.process.is_on_this_machine():
+        return not holder.process.has_ended() and _age(first) <= silent_seconds
     logger.info(
         "Run %s was held by %s; waiting up to %g s for a sign that this fit is alive", run_id, holder, silent_seconds
     )
@@ -292,13 +296,8 @@ def _refuse_active(store: Store, run_id: str, holder: Holder, silent_seconds: fl
 
 
 def _this_process() -> Holder:
-    own_machine, pid, started = _own_process()
     since = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"
-    return Holder(uuid.uuid4().hex, own_machine, pid, started, platform.node(), since)
-
-
-def _own_process() -> tuple[str, int, str]:
-    return machine_id(), os.getpid(), process_start(os.getpid())
+    return Holder(uuid.uuid4().hex, **asdict(ProcessOnMachine.own()), host=platform.node(), since=since)
 
 
 def _last_token(store: Store, run_id: str) -> int:
