@@ -258,13 +258,15 @@ def test_leftovers_of_a_killed_writer_are_removed_by_a_later_one(hdfs):
     store = Store.create(f"{hdfs.url}/{uuid.uuid4().hex}")
     client = store._filesystem().client
     folder = store._folders.root
-    for name, age in (("old", 25 * 3600), ("new", 3600)):
+    for name, age in (("old", 25 * 3600), ("listed", 25 * 3600), ("new", 3600)):
+        if name == "listed":
+            store.publish("x", b"1")
+            assert [status.path.rpartition("/")[2] for status in client.list_status(folder)] == ["x"]
         with client.create(f"{folder}/.{name}.unfinished") as file:
             file.write(b"half")
         written = client.get_file_info(f"{folder}/.{name}.unfinished").modification_time - age * 1000
         client.set_times(f"{folder}/.{name}.unfinished", written, written)
-    store.publish("x", b"1")
+    assert store.list("") == ["x"]
     left = [status.path.rpartition("/")[2] for status in client.list_status(folder)]
     assert left == [".new.unfinished", "x"]
-    assert store.list("") == ["x"]
     store._connection.close()

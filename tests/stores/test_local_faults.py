@@ -135,15 +135,17 @@ def test_a_removed_folder_is_named_in_errors_and_created_again_by_a_later_write(
     assert store.list("") == ["y"]
 
 
-def test_old_leftovers_of_a_killed_writer_are_removed_by_a_later_writer(tmp_path):
+@pytest.mark.parametrize("use", [lambda store: store.publish("x", b"1"), lambda store: store.list("")])
+def test_old_leftovers_of_a_killed_writer_are_removed_by_a_later_user_of_the_folder(tmp_path, use):
     store = LocalStore(str(tmp_path))
     for name, age in (("old", 25 * 3600), ("new", 3600)):
         leftover = tmp_path / f".{name}.unfinished"
         leftover.write_bytes(b"half")
         os.utime(leftover, (time.time() - age,) * 2)
-    store.publish("x", b"1")
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".new.unfinished", "x"]
-    assert store.list("") == ["x"]
+    (tmp_path / "before").touch()
+    use(store)
+    assert sorted({path.name for path in tmp_path.iterdir()} - {"x"}) == [".new.unfinished", "before"]
+    assert ".new.unfinished" not in store.list("")
 
 
 def test_a_read_only_folder_is_refused_when_the_store_is_created():

@@ -160,6 +160,7 @@ class HDFSStore(FilesystemStore):
             with suppress(FileNotFoundError):
                 for entry in self._filesystem().client.list_status(folders.pop(), False):
                     (folders if entry.isdir else files).append(entry.path)
+                    _remove_if_leftover(self._filesystem().client, entry)
         return files
 
     def _create(self, filesystem: Any, location: str, content: bytes, name: str) -> None:  # noqa: ARG002
@@ -267,9 +268,15 @@ def _removed_after_failure(client: Client, location: str) -> Iterator[None]:
 
 
 def _remove_leftovers(client: Client, folder: str) -> None:
-    """Remove old hidden files that killed writers left behind."""
-    before = (time.time() - LEFTOVER_SECONDS) * 1000
-    with suppress(OSError, RuntimeError):  # other writers may remove the same files
+    """Remove the files in a folder that killed writers have left."""
+    with suppress(OSError, RuntimeError):  # other writers may remove the folder
         for entry in client.list_status(folder or "/", False):
-            if entry.path.endswith(UNFINISHED) and not entry.isdir and entry.modification_time < before:
-                client.delete(entry.path, False)
+            _remove_if_leftover(client, entry)
+
+
+def _remove_if_leftover(client: Client, entry: FileStatus) -> None:
+    """Remove a file or folder if it is an unfinished file whose writer was killed long ago."""
+    before = (time.time() - LEFTOVER_SECONDS) * 1000
+    if entry.path.endswith(UNFINISHED) and not entry.isdir and entry.modification_time < before:
+        with suppress(OSError, RuntimeError):  # other writers may remove it, too, or this one may only read
+            client.delete(entry.path, False)

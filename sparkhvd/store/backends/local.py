@@ -115,17 +115,20 @@ class LocalStore(Store):
         raise StoreError(f"Cannot open {self._url_of(path)} with mode {mode!r}; a Store supports 'rb' and 'wb'.")
 
     def list(self, path: str) -> list[str]:
-        """List all files below ``path`` (``""`` for the whole Store), sorted, without files still being written."""
+        """List all files below ``path`` (``""`` for the whole Store), sorted, without files still being written.
+
+        Files that killed writers have left are removed.
+        """
         names = set()
         for top, store_path in self._folders.tops(path, self.url):
             if path and Path(top).is_file():
                 return [path]
             with _reporting("list", f"file://{top}"):
-                names |= {
-                    Path(store_path, file.relative_to(top)).as_posix()
-                    for file in files_below(Path(top))
-                    if not file.name.endswith(UNFINISHED)
-                }
+                for file in files_below(Path(top)):
+                    if file.name.endswith(UNFINISHED):
+                        _remove_leftover(file)
+                    else:
+                        names.add(Path(store_path, file.relative_to(top)).as_posix())
         return sorted(names)
 
     def publish(self, path: str, content: bytes) -> None:
@@ -354,12 +357,18 @@ def _unfinished_name(target: Path) -> Path:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Remove hidden files that a killed writer left long ago."""
-    before = time.time() - LEFTOVER_SECONDS
-    with suppress(OSError), os.scandir(folder) as entries:  # other writers may remove the same files
+    """Remove the files in a folder that killed writers have left."""
+    with suppress(OSError), os.scandir(folder) as entries:  # other writers may remove the folder
         for entry in entries:
-            if entry.name.endswith(UNFINISHED) and entry.stat(follow_symlinks=False).st_mtime < before:
-                Path(entry.path).unlink(missing_ok=True)
+            if entry.name.endswith(UNFINISHED):
+                _remove_leftover(Path(entry.path))
+
+
+def _remove_leftover(unfinished: Path) -> None:
+    """Remove an unfinished file if its writer was killed long ago."""
+    with suppress(OSError):  # other writers may remove it, too, or this one may only read
+        if unfinished.lstat().st_mtime < time.time() - LEFTOVER_SECONDS:
+            unfinished.unlink()
 
 
 def _sync_folder(folder: Path) -> None:
