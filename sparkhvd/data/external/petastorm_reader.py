@@ -9,6 +9,8 @@ counted against the Parquet footers.
 from __future__ import annotations
 
 import posixpath
+import re
+from collections import namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from importlib import import_module
@@ -24,7 +26,7 @@ from sparkhvd.data.read.prefetch import StopSignal
 from sparkhvd.data.schema import columns
 from sparkhvd.data.schema.data_schema import ColumnSpec, DataSchema
 from sparkhvd.data.schema.manifest import Manifest, SplitName
-from sparkhvd.errors import ConfigError, DataError
+from sparkhvd.errors import ConfigError, DataError, SchemaError
 from sparkhvd.store.protocol import Store
 from sparkhvd.world import World
 
@@ -52,6 +54,7 @@ class PetastormSource:
         shuffle: whether every epoch has a new order of the rank's rows, shuffled within a window.
 
     Raises:
+        SchemaError: petastorm cannot read a column because of its name.
         DataError: petastorm cannot be imported, or the dataset has no such split.
     """
 
@@ -68,6 +71,7 @@ class PetastormSource:
     ) -> None:
         if batch_size < 1:
             raise ConfigError(f"batch_size is {batch_size}; it must be at least 1.")
+        _check_names(manifest.schema)
         self._petastorm = _import()
         self._schema = manifest.schema
         self._blocks = manifest.split(split).block_rows()
@@ -141,7 +145,7 @@ class PetastormSource:
         """Yield the rows of this rank, with their values in the order of the schema."""
         names = columns.stored_names(self._schema)
         options = {
-            "schema_fields": [f"^{name}$" for name in names],
+            "schema_fields": [f"^{re.escape(name)}$" for name in names],  # petastorm takes regular expressions
             "reader_pool_type": "dummy",
             "shuffle_row_groups": False,
             "num_epochs": 1,
@@ -191,6 +195,18 @@ def _stack(column: ColumnSpec, values: list[Any]) -> np.ndarray[Any, Any]:
             )
         into[index] = array.reshape(columns.row_shape(column)) if column.is_number else value
     return into
+
+
+def _check_names(schema: DataSchema) -> None:
+    """Refuse columns that cannot be fields of a named tuple, in which petastorm returns rows."""
+    for name in columns.stored_names(schema):
+        try:
+            namedtuple("Row", [name])
+        except ValueError as error:
+            raise SchemaError(
+                f"petastorm cannot read column {name!r}, because the name is not an identifier of Python, or begins "
+                "with an underscore. Rename the column, or use reader='native', which reads the same files."
+            ) from error
 
 
 def _import() -> Any:

@@ -132,10 +132,12 @@ def track(
 
 def _earlier_run(mlflow: ModuleType, parent: RunInfo, run_id: str) -> str | None:
     """Return the MLflow run of an earlier fit of a run within the same parent; None if there is none."""
-    quote = '"' if "'" in run_id else "'"
-    condition = f"tags.`{_TAG}` = {quote}{run_id}{quote} and tags.`{_PARENT_TAG}` = '{parent.run_id}'"
-    found = mlflow.search_runs([parent.experiment_id], condition, max_results=1, output_format="list")
-    return str(found[0].info.run_id) if found else None
+    condition = f"tags.`{_PARENT_TAG}` = '{parent.run_id}'"
+    quotes = [quote for quote in ("'", '"') if quote not in run_id]
+    if quotes:  # the syntax of conditions has no way to escape them
+        condition += f" and tags.`{_TAG}` = {quotes[0]}{run_id}{quotes[0]}"
+    found = mlflow.search_runs([parent.experiment_id], condition, output_format="list")
+    return next((str(run.info.run_id) for run in found if run.data.tags.get(_TAG) == run_id), None)
 
 
 def _active_or_nested_run(

@@ -271,3 +271,11 @@ def test_the_error_for_a_missing_petastorm_names_the_supported_versions(monkeypa
     files = opened(["id"])
     with pytest.raises(DataError, match=r"petastorm==0\.13\.1 pyarrow==14\.0\.2 .*reader='native' reads the same"):
         PetastormSource(files.store, files.manifest, "train", World(), 4, seed=0, shuffle=False)
+
+
+@pytest.mark.parametrize("name", ["a.b", "_id", "class", "x (m)"])
+def test_a_column_that_petastorm_cannot_read_is_refused(tmp_path, name):
+    parquet.write_table(pa.table({name: [1.0], "y": [2.0]}), tmp_path / "rows.parquet")
+    files = open_existing(str(tmp_path), feature_cols=[name], label_cols=["y"])
+    with pytest.raises(SchemaError, match=rf"petastorm cannot read column {re.escape(repr(name))}, .* reader='native'"):
+        PetastormSource(files.store, files.manifest, "train", World(), 4, seed=0, shuffle=False)

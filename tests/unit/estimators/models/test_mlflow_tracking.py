@@ -461,7 +461,8 @@ def test_metrics_and_parameters_that_mlflow_refuses_are_left_out_with_one_warnin
     assert warnings[1].startswith("MLflow refuses the metrics 'f1@0.5!', and the others are logged: ")
 
 
-def test_a_later_fit_of_the_same_trial_continues_its_run(mlflow, model, monkeypatch):
+@pytest.mark.parametrize("name", ["it's one", 'it\'s "one"'])
+def test_a_later_fit_of_the_same_trial_continues_its_run(mlflow, model, monkeypatch, name):
     monkeypatch.setattr(mlflow_tracking, "log_model", lambda *_, **_more: None)
     part = SearchPart("trial 0", {"epochs": 2}, is_resumed=True)
     first = TorchModel(replace(model.trained, history=HISTORY[:1]), feature_columns=["w"], output_cols=["found"])
@@ -470,13 +471,13 @@ def test_a_later_fit_of_the_same_trial_continues_its_run(mlflow, model, monkeypa
     client = mlflow.MlflowClient()
     client.update_run(parent.info.run_id, status="RUNNING")
     for fitted, epochs in ((first, 1), (model, 2)):
-        track(fitted, {"run_id": "it's one", "epochs": epochs}, parent.info.run_id, part)
+        track(fitted, {"run_id": name, "epochs": epochs}, parent.info.run_id, part)
     track(model, {"run_id": "another", "epochs": 2}, parent.info.run_id, part)
     condition = f"tags.mlflow.parentRunId = '{parent.info.run_id}'"
     runs = {run.data.tags["sparkhvd.run_id"]: run for run in client.search_runs(["0"], condition)}
-    assert set(runs) == {"it's one", "another"}
+    assert set(runs) == {name, "another"}
     assert [(run.info.status, run.data.params["epochs"]) for run in runs.values()] == [("FINISHED", "2")] * 2
-    losses = client.get_metric_history(runs["it's one"].info.run_id, "val_loss")
+    losses = client.get_metric_history(runs[name].info.run_id, "val_loss")
     assert [(metric.step, metric.value) for metric in losses] == [(0, 2.5), (1, 1.5)]
 
 
