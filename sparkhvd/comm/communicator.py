@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import count
-from threading import Lock
+from threading import Lock, get_ident
 from types import TracebackType
 from typing import NoReturn, Self
 
@@ -80,6 +80,7 @@ class Communicator:
         self._channels = {0: world}  # of the sets that contain this rank
         self._closed = False
         self._process = os.getpid()
+        self._alone: tuple[int, str] | None = None  # the thread that is `alone`, and what it does
         self._stall_detector: StallDetector | None = None
         try:
             self._stall_detector = self._open_stall_detector()
@@ -206,13 +207,32 @@ class Communicator:
         """Return the ranks of every process set, by its id."""
         return {number: list(ranks) for number, ranks in self._sets.items()}
 
+    @contextmanager
+    def alone(self, what: str) -> Iterator[None]:
+        """Refuse this thread's collectives inside ``with``, which runs on this rank only, so they would never end.
+
+        Args:
+            what: names the code in the error, such as "a checkpoint is saved".
+        """
+        self._alone = (get_ident(), what) if self._world.size > 1 else None
+        try:
+            yield
+        finally:
+            self._alone = None
+
     def channel(self, process_set: ProcessSet | None = None) -> Channel:
         """Return the channel to the ranks of ``process_set``, by default to all ranks.
 
         Raises:
             NotInitializedError: the communicator is closed, or the set is not registered.
-            ConfigError: this rank is not in the set.
+            ConfigError: this rank is not in the set, or this thread is ``alone``.
         """
+        if self._alone is not None and self._alone[0] == get_ident():
+            raise ConfigError(
+                f"A collective was called while {self._alone[1]} on rank {self._world.rank} only, so it would wait for "
+                "the other ranks forever. Call it in a hook that runs on all ranks, such as one at the end of an "
+                "epoch, and keep the result."
+            )
         try:
             number = 0 if process_set is None else process_set.process_set_id
         except AttributeError:

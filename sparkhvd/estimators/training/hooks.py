@@ -251,7 +251,7 @@ class RunHooks:
         """See ``TrainHooks``."""
         if self._fence is None or self._end_digest is None:
             return
-        content = self._checkpoint(self.history[-1].epoch, trainer.state())
+        content = self._checkpoint(self.history[-1].epoch, self._state_of(trainer))
         if _digest(content.state) != self._end_digest:
             checkpoint.save_final(self._fence, content)
 
@@ -312,6 +312,11 @@ class RunHooks:
         total = self._communicator.allreduce(np.array([float(wants)]), ReduceOp.SUM, name=f"epoch {epoch} stop")
         return bool(total[0] > 0)
 
+    def _state_of(self, trainer: Trainer) -> bytes:
+        """Return the state on this rank, without collectives of the user's hooks and objects."""
+        with self._communicator.alone("a checkpoint is saved"):
+            return trainer.state()
+
     def _save_epoch(self, epoch: int, trainer: Trainer) -> None:
         fence = self._fence
         # No commit after the last epoch: ranks that resume from it would skip the callbacks at the end of the training.
@@ -322,13 +327,13 @@ class RunHooks:
         elif fence is not None:
             self._save_epoch_end(fence, epoch, trainer)
         elif self._spec.checkpoints.best is not None and self._best_epoch() == epoch:
-            self._best = (epoch, trainer.state())
+            self._best = (epoch, self._state_of(trainer))
 
     def _save_epoch_end(self, fence: Fence, epoch: int, trainer: Trainer) -> Checkpoint:
         """Save the end of an epoch in the Store, on rank 0."""
         fence.check()
         run_log.write(fence.store, self._run_id, self.history)
-        content = self._checkpoint(epoch, trainer.state())
+        content = self._checkpoint(epoch, self._state_of(trainer))
         self._save(fence, content)
         self._end_digest = _digest(content.state) if self._is_last(epoch) else None
         return content
@@ -391,7 +396,7 @@ class RunHooks:
                 tuple(metrics for _, metrics, _ in states if metrics),
                 wants_end=any(wants for _, _, wants in states),
             )
-            content = self._checkpoint(report.epoch, trainer.state(), within)
+            content = self._checkpoint(report.epoch, self._state_of(trainer), within)
             if to_store and self._fence is not None:
                 self._save(self._fence, content)
             return content

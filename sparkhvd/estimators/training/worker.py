@@ -242,7 +242,7 @@ def _train(job: TrainJob, commits: Commits | None = None) -> TrainResult | Rejec
     if fence is not None:
         fence.check()
     with tempfile.TemporaryDirectory(prefix="sparkhvd-export-", dir=scratch_folder()) as folder:
-        with job_files.naming_full_disk(folder):
+        with job_files.naming_full_disk(folder), communicator.alone("the model is saved"):
             trainer.export(Path(folder))
         written, kept = _save_model(job, Path(folder))
     return TrainResult(tuple(hooks.history), written, kept, rows.schema, rows.shapes)

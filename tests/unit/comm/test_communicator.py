@@ -292,6 +292,31 @@ def test_a_wait_ends_at_its_deadline_and_the_operation_continues(group):
         assert done
 
 
+def collectives_alone():
+    """Return the errors of collectives while one rank is alone, and of those in another thread and afterwards."""
+    communicator, errors = session.current(), []
+    if communicator.world.rank == 0:
+        with communicator.alone("a checkpoint is saved"):
+            for call in (communicator.barrier, lambda: communicator.allreduce(np.ones(3)), communicator.channel):
+                with pytest.raises(ConfigError) as caught:
+                    call()
+                errors.append(str(caught.value))
+            other_thread = threading.Thread(target=communicator.channel)
+            other_thread.start()
+            other_thread.join()
+    communicator.barrier()
+    return errors
+
+
+def test_a_rank_that_is_alone_is_refused_collectives(group, alone):
+    first, *others = group.run(collectives_alone)
+    assert others == [[]] * len(others)
+    assert len(set(first)) == 1
+    assert first[0].startswith("A collective was called while a checkpoint is saved on rank 0 only, so it would wait")
+    with alone.alone("a checkpoint is saved"):
+        alone.barrier()
+
+
 def test_a_single_rank_gets_back_its_own_input(alone):
     array = np.arange(12.0).reshape(3, 4)
     for op in ReduceOp:

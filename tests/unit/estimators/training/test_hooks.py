@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from sparkhvd.comm import session
-from sparkhvd.errors import DataError, ParamError
+from sparkhvd.errors import ConfigError, DataError, ParamError
 from sparkhvd.estimators.params.policies import Checkpoints, EarlyStopping
 from sparkhvd.estimators.reports import EpochRecord, EpochReport, StepReport
 from sparkhvd.estimators.runs.run_lease import Fence
@@ -29,13 +29,16 @@ def group():
 
 
 class Counting:
-    """A trainer whose state is the last step."""
+    """A trainer whose state is the last step, and which tries a collective while it makes the state."""
 
     def __init__(self):
         self.now = b"start"
         self.restored = None
 
     def state(self):
+        if session.is_initialized() and session.current().world.size > 1:
+            with pytest.raises(ConfigError, match="A collective was called while a checkpoint is saved on rank 0 only"):
+                session.current().barrier()
         return self.now
 
     def restore(self, state):
