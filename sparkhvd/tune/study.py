@@ -141,6 +141,20 @@ def refuse_running_elsewhere(study: optuna.Study, store: Store) -> None:
     study.set_user_attr(_STORE, store.url)
 
 
+def refuse_taken_over(study: optuna.Study, store: Store) -> None:
+    """Refuse to continue a study of which a search with another Store has begun at the same time.
+
+    Raises:
+        ParamError: the other search has taken the study over.
+    """
+    last = study.user_attrs.get(_STORE)
+    if last is not None and last != store.url:
+        raise ParamError(
+            f"A search with the Store {last} has begun in study {study.study_name!r} and continues it; this search has "
+            f"{store.url} and ends. Use one Store for all searches of a study."
+        )
+
+
 def run_prefix(study: optuna.Study) -> str:
     """Return the prefix of the ids of a study's runs, which differs between studies of the same name."""
     prefix: str = study.user_attrs.get(_RUNS) or f"{study.study_name}-{uuid.uuid4().hex[:8]}"

@@ -29,6 +29,7 @@ from sparkhvd.store.protocol import Store
 from sparkhvd.tune.halving import Ladder, SuccessiveHalving
 from sparkhvd.tune.ranking import CONSTRAINTS, RUN_ID, best_trials
 from sparkhvd.tune.reports import SearchArgumentError, TrialReports, metrics_of
+from sparkhvd.tune.study import refuse_taken_over
 
 if TYPE_CHECKING:
     import optuna
@@ -277,6 +278,7 @@ class Trials:
         return None
 
     def _new(self) -> Attempt:
+        refuse_taken_over(self._study, self._store)
         self._left -= 1
         self._study.set_user_attr(_ASKING, datetime.now().isoformat())  # noqa: DTZ005  (as Optuna)
         trial = self._study.ask()

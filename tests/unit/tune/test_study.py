@@ -8,7 +8,7 @@ import pytest
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.runs import run_lease
 from sparkhvd.store import Store
-from sparkhvd.tune.study import StudySettings, held, refuse_running_elsewhere
+from sparkhvd.tune.study import StudySettings, held, refuse_running_elsewhere, refuse_taken_over
 
 
 def is_open(path: Path) -> bool:
@@ -46,4 +46,8 @@ def test_a_study_whose_trials_run_in_another_store_is_refused(tmp_path):
     with pytest.raises(ParamError, match=r"Study 'mine' has trials that run in the Store \S+/first, but .*/second"):
         refuse_running_elsewhere(study, second)
     study.tell(trial, 1.0)
+    refuse_taken_over(study, first)
     refuse_running_elsewhere(study, second)
+    refuse_taken_over(study, second)
+    with pytest.raises(ParamError, match=r"A search with the Store \S+/second has begun in study 'mine' and continues"):
+        refuse_taken_over(study, first)
