@@ -213,7 +213,7 @@ def _open_hold(store: Store, folder: str) -> leases.Hold | None:
 def _manifest(store: Store, locations: Sequence[str], wanted: ColumnRequest) -> Manifest:
     """Return a manifest of files that are not a prepared dataset."""
     listed = [_data_files(store, location) for location in locations]
-    footers = [read_footers(store, files) for files in listed]
+    footers = [read_footers(store, files, digests=True) for files in listed]
     first = next((footer for footer in footers[0] if any(footer.row_groups)), None)
     if first is None:
         raise DataError(f"There are no rows to train on in {store.url}/{locations[0]}: its files are empty.")

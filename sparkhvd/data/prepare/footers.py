@@ -60,7 +60,7 @@ class Footer:
         columns: the leaves of the schema.
         schema: the columns and their types.
         julian: the paths of the leaves whose old dates or timestamps are in the Julian calendar.
-        digest: the digest of the footer; empty for an empty file.
+        digest: the digest of the footer, if it was requested; empty otherwise, and for an empty file.
     """
 
     path: str
@@ -72,17 +72,17 @@ class Footer:
     digest: bytes = b""
 
 
-def read_footers(store: Store, paths: Sequence[str]) -> list[Footer]:
-    """Read the footers of these files of a Store, in their order.
+def read_footers(store: Store, paths: Sequence[str], *, digests: bool = False) -> list[Footer]:
+    """Read the footers of these files of a Store, in their order, and ``digests`` of them.
 
     Raises:
         DataError: a file is not Parquet, or was cut off; the message names its URL.
         StoreError: a file cannot be opened or read, for example because there are too many open files.
     """
-    return in_threads(lambda path: _read(store, path), paths, _THREADS, "sparkhvd-footers")
+    return in_threads(lambda path: _read(store, path, digests), paths, _THREADS, "sparkhvd-footers")
 
 
-def _read(store: Store, path: str) -> Footer:
+def _read(store: Store, path: str, has_digest: bool) -> Footer:
     import pyarrow as pa  # noqa: PLC0415  (heavy)
 
     try:
@@ -92,7 +92,8 @@ def _read(store: Store, path: str) -> Footer:
             if not size:  # a killed writer leaves an empty file, which Spark ignores, too
                 return Footer(path, (), 0, (), pa.schema([]))
             opened = open_parquet(file)
-            return _footer(path, size, opened.metadata, opened.schema_arrow)
+            digest = footer_digest(file, size) if has_digest else b""
+            return _footer(path, size, opened.metadata, opened.schema_arrow, digest)
     except (OSError, pa.ArrowException) as error:
         if (code := getattr(error, "errno", None)) is not None:  # of the system, not of the content
             raise StoreError(f"Cannot read {store.url}/{path}: {os.strerror(code)}.") from error
@@ -102,7 +103,7 @@ def _read(store: Store, path: str) -> Footer:
         ) from error
 
 
-def _footer(path: str, size: int, metadata: parquet.FileMetaData, schema: pa.Schema) -> Footer:
+def _footer(path: str, size: int, metadata: parquet.FileMetaData, schema: pa.Schema, digest: bytes) -> Footer:
     groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
     return Footer(
         path=path,
@@ -111,7 +112,7 @@ def _footer(path: str, size: int, metadata: parquet.FileMetaData, schema: pa.Sch
         columns=tuple(_leaf(index, groups) for index in range(metadata.num_columns)) if groups else (),
         schema=schema,
         julian=julian_leaves(metadata),
-        digest=footer_digest(metadata),
+        digest=digest,
     )
 
 

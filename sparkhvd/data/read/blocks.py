@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import closing
@@ -21,6 +20,8 @@ from sparkhvd.store.protocol import Store
 if TYPE_CHECKING:
     import pyarrow as pa
     from pyarrow import fs
+
+_TAIL_BYTES = 64 * 1024  # longer than most footers
 
 
 class Blocks(Protocol):
@@ -48,7 +49,7 @@ class FileVersion:
     """What identifies the content of a file.
 
     Attributes:
-        digest: of its footer.
+        digest: of its footer; empty for prepared files.
         modified: when it was modified, as this machine sees it, in nanoseconds; None if that is not known.
     """
 
@@ -139,12 +140,13 @@ class ParquetBlocks:
         opened = parquet.ParquetFile(content, metadata=footer, pre_buffer=True, coerce_int96_timestamp_unit="us")
         if footer is None:
             _check_row_groups(opened.metadata, file, url)
-            digest = footer_digest(opened.metadata)
+            digest = b"" if file.size is None else footer_digest(content, size)
             with self._lock:
-                self._footers[url] = opened.metadata
                 earlier = self._versions.setdefault(url, FileVersion(file.digest or digest, modified))
             if digest != earlier.digest:
                 raise _replaced(url, "has another footer than")
+            with self._lock:
+                self._footers[url] = opened.metadata
         self._check_unmodified(modified, url)
         return opened
 
@@ -195,11 +197,20 @@ class ArrowBlocks:
         yield self.whole(piece.block).slice(piece.start, piece.rows)
 
 
-def footer_digest(metadata: pa.FileMetaData) -> bytes:
-    """Return a digest of a footer, which contains the offset, size, minimum and maximum of every column chunk."""
-    content = io.BytesIO()
-    metadata.write_metadata_file(content)
-    return hashlib.sha256(content.getbuffer()).digest()
+def footer_digest(file: pa.NativeFile, size: int) -> bytes:
+    """Return a digest of a footer, which contains the offset, size, minimum and maximum of every column chunk.
+
+    It is that of the stored bytes, because versions of pyarrow write the same footer differently.
+
+    Args:
+        file: a Parquet file.
+        size: its size in bytes.
+    """
+    tail = file.read_at(min(size, _TAIL_BYTES), max(0, size - _TAIL_BYTES))
+    footer_bytes = int.from_bytes(tail[-8:-4], "little") + 8
+    if footer_bytes > len(tail):
+        tail = file.read_at(min(size, footer_bytes), max(0, size - footer_bytes))
+    return hashlib.sha256(tail[-footer_bytes:]).digest()
 
 
 def _modified(filesystem: fs.FileSystem, path: str, file: DataFile) -> int | None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import os
 import time
 from decimal import Decimal
@@ -14,6 +15,7 @@ from pyarrow import parquet
 
 from sparkhvd.data import ParquetSource, torch_loader
 from sparkhvd.data.external.parquet_files import ColumnRequest, open_existing, selected
+from sparkhvd.data.read import blocks
 from sparkhvd.data.read.blocks import ParquetBlocks
 from sparkhvd.data.read.readers import ReadOptions
 from sparkhvd.data.read.shards import Piece
@@ -429,17 +431,26 @@ def test_a_file_that_is_replaced_during_the_training_is_named(tmp_path, epochs_b
         list(source.epoch(epochs_before))
 
 
+def test_the_digest_of_a_footer_is_that_of_its_bytes(tmp_path, monkeypatch):
+    write_in_two_row_groups(tmp_path / "0.parquet", np.arange(100.0))
+    content = (tmp_path / "0.parquet").read_bytes()
+    footer = content[-8 - int.from_bytes(content[-8:-4], "little") :]
+    assert blocks.footer_digest(pa.BufferReader(content), len(content)) == hashlib.sha256(footer).digest()
+    monkeypatch.setattr(blocks, "_TAIL_BYTES", 100)
+    assert blocks.footer_digest(pa.BufferReader(content), len(content)) == hashlib.sha256(footer).digest()
+
+
 @pytest.mark.parametrize("row_group", [0, 1])
 def test_a_file_that_is_replaced_within_an_epoch_is_named(tmp_path, row_group):
     """Its footer is read once per epoch, so a changed modification time is the only sign."""
     write_in_two_row_groups(tmp_path / "0.parquet", np.arange(100.0, 200.0))
     files = opened(tmp_path)
-    blocks = ParquetBlocks(files.store, files.manifest.folder, files.manifest.train, files.manifest.schema, 20)
-    first = blocks.batches(Piece(0, 0, 50))
+    parquet_blocks = ParquetBlocks(files.store, files.manifest.folder, files.manifest.train, files.manifest.schema, 20)
+    first = parquet_blocks.batches(Piece(0, 0, 50))
     assert next(first).column("id").to_pylist() == [*range(100, 120)]
     write_in_two_row_groups(tmp_path / "0.parquet", _REORDERED)
     with pytest.raises(DataError, match=r"/0\.parquet has another modification time than when the training began"):
-        list(first if row_group == 0 else blocks.batches(Piece(1, 0, 50)))
+        list(first if row_group == 0 else parquet_blocks.batches(Piece(1, 0, 50)))
 
 
 def test_files_may_name_different_time_zones(tmp_path):
