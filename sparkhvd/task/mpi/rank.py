@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 from sparkhvd.config import SCRATCH, export, scratch_folder, take_variables
 from sparkhvd.deadline import Deadline
@@ -22,7 +23,7 @@ from sparkhvd.rpc.fields import MessageError
 from sparkhvd.rpc.frames import FrameSocket, connect_unix
 from sparkhvd.rpc.messages import Preload, RankConnected, WorkerEnded, WorkerForked, decode, encode
 from sparkhvd.task.mpi.job import EXECUTABLE, FOLDER, RANK_SECRET, RANK_SOCKET
-from sparkhvd.task.worker.exit import wait_for_child
+from sparkhvd.task.worker.exit import end_process, wait_for_child
 from sparkhvd.task.worker.main import main as worker_main
 from sparkhvd.task.worker.scratch import make_scratch, remove_scratch
 
@@ -50,7 +51,7 @@ def main() -> int:
         if pid == 0:
             export({SCRATCH: scratch})
             link.close()
-            return _become_worker(control, stdout, stderr, preload.modules)
+            _become_worker(control, stdout, stderr, preload.modules)
         for descriptor in descriptors:
             os.close(descriptor)
         try:
@@ -59,13 +60,13 @@ def main() -> int:
             remove_scratch(scratch)
 
 
-def _become_worker(control: int, stdout: int, stderr: int, preload: Sequence[str]) -> int:
+def _become_worker(control: int, stdout: int, stderr: int, preload: Sequence[str]) -> NoReturn:
     os.setsid()
     os.dup2(stdout, 1)
     os.dup2(stderr, 2)
     os.close(stdout)
     os.close(stderr)
-    return worker_main(["--control-fd", str(control), *preload])
+    end_process(worker_main(["--control-fd", str(control), *preload]))
 
 
 def _report_end(link: FrameSocket, pid: int) -> int:

@@ -39,7 +39,7 @@ from sparkhvd.errors import (
 )
 from sparkhvd.task.failure_report import ENDED, STARTING
 from sparkhvd.task.worker.command import CommandEndedError
-from sparkhvd.task.worker.exit import kill_session
+from sparkhvd.task.worker.exit import end_process, flush_output, kill_session
 from sparkhvd.task.worker.import_path import IMPORT_PATH
 from sparkhvd.task.worker.scratch import remove_scratch
 from sparkhvd.task.worker.spec import FnEnded, Joined, Leave, Raised, Ready, Returned, WorkerSpec
@@ -130,7 +130,7 @@ def _run_job(spec: WorkerSpec, connection: Connection, inbox: queue.SimpleQueue[
             session.shutdown()
         except CollectiveError as error:
             report = _raised_report(error, "failed while leaving the job", "")
-    _flush_output()
+    flush_output()
     connection.send_bytes(pickle.dumps(report))
     # A failing rank stays connected until its failure is recorded. Otherwise, other ranks could report its loss first.
     with contextlib.suppress(queue.Empty):
@@ -143,12 +143,6 @@ def _run_job(spec: WorkerSpec, connection: Connection, inbox: queue.SimpleQueue[
             session.shutdown()
         return 1
     return 0
-
-
-def _flush_output() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # fn may have closed or replaced it
-            stream.flush()
 
 
 def _dump_stacks_after(seconds: float) -> None:
@@ -204,7 +198,7 @@ def _end_child(error: BaseException | None) -> NoReturn:
         else:
             code = 1
             traceback.print_exception(error)
-        _flush_output()
+        flush_output()
     finally:
         os._exit(code & 0xFF)
 
@@ -297,4 +291,4 @@ def _configure_logging(level: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    end_process(main(sys.argv[1:]))
