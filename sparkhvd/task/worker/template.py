@@ -26,6 +26,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
+from zipimport import zipimporter
 
 from sparkhvd._util.process_identity import process_start
 from sparkhvd.config import SCRATCH, export
@@ -396,15 +397,19 @@ def _readable(descriptors: Sequence[int], seconds: float) -> set[int]:
 
 
 def _sources() -> dict[str, tuple[int, int]]:
-    """Return the times of the last change and the sizes of the files of all imported modules."""
-    states = {}
+    """Return the times of the last change and the sizes of the files of all imported modules, and of all zip files."""
+    finders = list(sys.path_importer_cache.values())
+    paths = {finder.archive for finder in finders if isinstance(finder, zipimporter)}
     for module in list(sys.modules.values()):
         # Use __dict__: some modules import others when an attribute that they lack is read.
         names = getattr(module, "__dict__", {})
         path = getattr(names.get("__loader__"), "archive", names.get("__file__"))  # a module may be in a zip file
+        if isinstance(path, str):
+            paths.add(path)
+    states = {}
+    for path in paths:
         with contextlib.suppress(OSError):  # a name without a file
-            if isinstance(path, str):
-                states[path] = _file_state(path)
+            states[path] = _file_state(path)
     return states
 
 
@@ -452,12 +457,24 @@ def _become_worker(stdout: int, stderr: int, scratch: str | None) -> None:
     os.setsid()
     _redirect(stdout, stderr)
     export({SCRATCH: scratch})
-    importlib.invalidate_caches()
+    _forget_contents_of_folders()
     # Generators that were seeded during the imports get a new seed. ``random`` does so itself; TensorFlow seeds later.
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()
     if (torch := sys.modules.get("torch")) is not None:
         torch.default_generator.seed()
+
+
+def _forget_contents_of_folders() -> None:
+    """Let imports find modules that were added after the fork of the template.
+
+    ``importlib`` would also read the directories of zip files again, which takes longer than the fork: Spark's Python
+    is in such a file. The template ends when one of them changes.
+    """
+    for path, finder in list(sys.path_importer_cache.items()):
+        if isinstance(finder, zipimporter):
+            del sys.path_importer_cache[path]  # the next one for this path uses the directory that was read before
+    importlib.invalidate_caches()
 
 
 def _redirect(stdout: int, stderr: int) -> None:

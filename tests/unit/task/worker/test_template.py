@@ -244,6 +244,42 @@ def test_a_worker_is_not_forked_after_a_change_of_a_zip_file_with_an_imported_mo
     assert changed == pid
 
 
+def test_a_worker_is_not_forked_after_a_change_of_a_zip_file_without_an_imported_module(
+    recording_module, tmp_path, monkeypatch
+):
+    def write(content: str) -> None:
+        with zipfile.ZipFile(tmp_path / "modules.zip", "w") as archive:
+            archive.writestr("imported_later.py", content)
+
+    def value() -> object:
+        import imported_later  # noqa: PLC0415
+
+        return imported_later.VALUE
+
+    write("VALUE = 'first'")
+    monkeypatch.syspath_prepend(str(tmp_path / "modules.zip"))
+    importer, _ = result(spawn(recording_module), where_imported)
+    assert result(spawn(recording_module), where_imported)[0] == importer
+    assert result(spawn(recording_module), value) == "first"
+    write("VALUE = 'changed'")
+    assert result(spawn(recording_module), value) == "changed"
+
+
+def test_a_forked_worker_does_not_read_the_directories_of_zip_files_again(recording_module, tmp_path, monkeypatch):
+    with zipfile.ZipFile(tmp_path / "modules.zip", "w") as archive:
+        archive.writestr("imported_later.py", "VALUE = 1")
+
+    def finder() -> object:
+        import sys  # noqa: PLC0415
+
+        return sys.path_importer_cache.get(zip_path)
+
+    zip_path = str(tmp_path / "modules.zip")
+    monkeypatch.syspath_prepend(zip_path)
+    result(spawn(recording_module), finder)
+    assert result(spawn(recording_module), finder) is None
+
+
 def change_umask(_: Path) -> Callable[[], object]:
     before = os.umask(0o077)
     return lambda: os.umask(before)
