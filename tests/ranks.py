@@ -34,6 +34,7 @@ from sparkhvd.comm.connect.launch_context import LaunchContext
 from sparkhvd.comm.connect.rendezvous import RendezvousServer
 from sparkhvd.config import SCRATCH, Config, export
 from sparkhvd.deadline import Deadline
+from sparkhvd.task.worker.exit import end_process
 from sparkhvd.task.worker.process import TEMPLATES
 from sparkhvd.task.worker.scratch import remove_scratch
 from sparkhvd.task.worker.template import ForkedProcess, Offer, Origin, native_threads, split_off_template
@@ -352,3 +353,4 @@ if __name__ == "__main__":
     from tests import ranks  # outcomes must be of the class that the parent imports
 
     ranks.main()
+    end_process(0)  # at once: Python would first free all objects of the frameworks
