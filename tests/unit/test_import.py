@@ -40,6 +40,14 @@ def test_importing_changes_neither_the_environment_nor_the_threads() -> None:
     assert _run_in_new_process(code).split() == ["True", "1"]
 
 
+def test_a_collective_does_not_import_the_masked_arrays_of_numpy() -> None:
+    code = (
+        "import sys, numpy, sparkhvd.numpy as hvd; before = 'numpy.ma' in sys.modules; hvd.init(); "
+        "hvd.allgather(numpy.ones(2)); print(before == ('numpy.ma' in sys.modules)); hvd.shutdown()"
+    )
+    assert _run_in_new_process(code).split() == ["True"]
+
+
 @pytest.mark.parametrize("name", sparkhvd.__all__)
 def test_a_public_name_resolves(name: str) -> None:
     assert getattr(sparkhvd, name) is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from enum import StrEnum
 from typing import NamedTuple, NoReturn
 
@@ -91,7 +92,8 @@ def refuse_mask(values: object, what: str) -> None:
     Raises:
         ConfigError: the values are a masked array. The message names them ``what``.
     """
-    if isinstance(values, np.ma.MaskedArray):
+    # Without this module, which NumPy imports on first use, there are no masked arrays. The import takes 20 ms.
+    if isinstance(values, getattr(sys.modules.get("numpy.ma"), "MaskedArray", ())):
         raise ConfigError(f"{what} is a masked array, whose mask would be lost. Pass filled(), or data and mask.")
 
 
