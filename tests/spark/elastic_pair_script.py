@@ -14,7 +14,6 @@ from pyspark.sql import SparkSession
 
 import sparkhvd
 from sparkhvd.driver.elastic import run as elastic
-from sparkhvd.driver.spark.gang_queue import SlotUse
 from sparkhvd.errors import LaunchError
 from tests.launch import elastic_training as training
 from tests.scripts import print_results
@@ -84,7 +83,7 @@ def stop_with_a_waiting_job(session: SparkSession) -> list[str]:
     threads = [threading.Thread(target=run, daemon=True) for _ in range(2)]
     for thread in threads:
         thread.start()
-    assert happens(lambda: sparkhvd.slots(session) == SlotUse(2, (2,), (2,), 2), 60)
+    assert happens(lambda: len(sparkhvd.slots(session).waiting) == 1, 60)
     session.stop()
     for thread in threads:
         thread.join(60)

@@ -291,21 +291,32 @@ def test_busy_slots_end_in_a_start_timeout_that_leaves_nothing_running(spark):
     wait_for(lambda: not list(tracker.getActiveJobsIds()))
 
 
+def uses(slots: SlotUse) -> tuple[int, tuple[int, ...], tuple[int, ...], int | None]:
+    """Return the numbers of slots, with the ranks of each waiting job."""
+    return slots.total, slots.running, tuple(job.ranks for job in slots.waiting), slots.tasks
+
+
 @pytest.mark.parametrize("launcher", ["barrier", pytest.param("mpi", marks=pytest.mark.soak)])
 def test_jobs_of_several_threads_start_in_turn_however_long_the_others_run(spark, tmp_path, monkeypatch, launcher):
     names = ("first", "large", "small", "urgent", "elastic")
     sizes: dict[str, list[int]] = {}
 
+    errors: dict[str, str] = {}
+
     def start(name: str, num_proc: int, run=sparkhvd.run, **options) -> None:
         def target() -> None:
-            sizes[name] = run(hold, (str(tmp_path / name),), num_proc=num_proc, spark=spark, **options)
+            spark.sparkContext.addJobTag(name)
+            try:
+                sizes[name] = run(hold, (str(tmp_path / name),), num_proc=num_proc, spark=spark, **options)
+            except LaunchError as error:
+                errors[name] = str(error)
 
         threads.append(threading.Thread(target=target, name=name))
         threads[-1].start()
 
     def wait_for_jobs(*, running: tuple[int, ...], waiting: tuple[int, ...]) -> None:
         tasks = sum(running)
-        wait_for(lambda: sparkhvd.slots(spark) == SlotUse(4, running, waiting, tasks))
+        wait_for(lambda: uses(sparkhvd.slots(spark)) == (4, running, waiting, tasks))
 
     threads: list[threading.Thread] = []
     try:
@@ -319,6 +330,14 @@ def test_jobs_of_several_threads_start_in_turn_however_long_the_others_run(spark
         wait_for_jobs(running=(3,), waiting=(2, 4, 1))
         start("elastic", 1, sparkhvd.run_elastic, max_num_proc=3)
         wait_for_jobs(running=(3,), waiting=(2, 4, 1, 3))
+        start("unwanted", 4, priority=1)
+        wait_for_jobs(running=(3,), waiting=(2, 4, 4, 1, 3))
+        (unwanted,) = [job for job in sparkhvd.slots(spark).waiting if "unwanted" in job.tags]
+        assert str(unwanted) == "WaitingJob(ranks=4, priority=1, tags=frozenset({'unwanted'}))"
+        assert unwanted.cancel()
+        wait_for(lambda: errors == {"unwanted": "A job of 4 ranks was cancelled while it waited for its slots."})
+        wait_for_jobs(running=(3,), waiting=(2, 4, 1, 3))
+        assert not unwanted.cancel()
         began, clock = time.monotonic(), time.monotonic
         monkeypatch.setattr(time, "monotonic", lambda: clock() + 1000)  # later than the start_timeout of all
         assert time.monotonic() - began > 1000
@@ -356,7 +375,7 @@ def test_a_job_waits_for_the_barrier_stage_of_another_program(spark, tmp_path):
     try:
         for thread, use in zip(threads, [((), (), 2), ((2,), (), 4), ((2,), (2,), 4)], strict=True):
             thread.start()
-            wait_for(lambda: sparkhvd.slots(spark) == SlotUse(4, *use))  # noqa: B023
+            wait_for(lambda: uses(sparkhvd.slots(spark)) == (4, *use))  # noqa: B023
         assert not (tmp_path / "second runs").exists()
         (tmp_path / "other").touch()
         wait_for(lambda: sparkhvd.slots(spark) == SlotUse(4, (2, 2), (), 4))

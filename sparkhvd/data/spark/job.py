@@ -103,6 +103,12 @@ def add_tag(spark: SparkSession, tag: str) -> None:
         spark.sparkContext.addJobTag(tag)
 
 
+def user_tags(spark: SparkSession) -> frozenset[str]:
+    """Return the tags that the user gave to the Spark jobs of this thread."""
+    names = spark.getTags() if is_connect(spark) else spark.sparkContext.getJobTags()
+    return frozenset(str(name) for name in names if not str(name).startswith(TAG_PREFIX))
+
+
 def cancel(spark: SparkSession, tag: str, done: Future[T]) -> None:
     """Cancel the jobs with the tag, and wait at most a minute for the action that started them.
 

@@ -9,13 +9,15 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from sparkhvd._util.counts import counted
 from sparkhvd.compat.spark import active_session, is_connect, is_stopped
+from sparkhvd.data.spark.job import user_tags
 from sparkhvd.driver.log_stream import is_in_write
 from sparkhvd.driver.spark.barrier_stage import barrier_tasks_of_others, running_tasks
 from sparkhvd.driver.spark.resources import TaskResources
@@ -41,6 +43,7 @@ class Gang:
         resources: the cores and GPUs of each rank.
         priority: jobs of a higher priority start first.
         thread: the thread that runs the job.
+        tags: the tags that the user gave to the Spark jobs of this thread.
     """
 
     ranks: int
@@ -48,6 +51,7 @@ class Gang:
     resources: TaskResources = field(default_factory=TaskResources)
     priority: int = 0
     thread: int = field(default_factory=threading.get_ident)
+    tags: frozenset[str] = frozenset()
 
     def fits(self, running: Sequence[Gang]) -> bool:
         """Return whether there are slots for this job in addition to the running jobs.
@@ -77,13 +81,17 @@ class GangQueue:
 
     @contextmanager
     def turn(self, gang: Gang) -> Iterator[None]:
-        """Wait for the turn of a job; its slots are free again at the end of ``with``."""
+        """Wait for the turn of a job; its slots are free again at the end of ``with``.
+
+        Raises:
+            LaunchError: the job was cancelled, or it cannot start in a call that another job waits for.
+        """
         try:
             self._wait(gang)
             yield
         finally:
             for jobs in (self._waiting, self._running):
-                if gang in jobs:
+                with suppress(ValueError):
                     jobs.remove(gang)  # at once, even if an interrupt keeps this thread from the lock
             with self._changed:
                 self._changed.notify_all()
@@ -92,6 +100,16 @@ class GangQueue:
         """Return the jobs that run, and those that wait, in the order of their starts."""
         with self._changed:
             return list(self._running), list(self._waiting)
+
+    def cancel(self, gang: Gang) -> bool:
+        """End the wait of a job with an error; return whether the job still waited."""
+        with self._changed:
+            try:
+                self._waiting.remove(gang)
+            except ValueError:
+                return False
+            self._changed.notify_all()
+            return True
 
     def _wait(self, gang: Gang) -> None:
         with self._changed:
@@ -120,14 +138,42 @@ class GangQueue:
     def _start_if_possible(self, gang: Gang) -> bool:
         """Start a job if it is the first in the queue and fits; return whether it started."""
         running, waiting = self.jobs()
-        if waiting[0] is not gang or not gang.fits(running):
+        if waiting[:1] == [gang] and not gang.fits(running):
             return False
         with self._changed:
-            if self._waiting[0] is not gang:  # a job of a higher priority is first now
+            if gang not in self._waiting:
+                raise LaunchError(
+                    f"A job of {counted(gang.ranks, 'rank')} was cancelled while it waited for its slots."
+                )
+            if self._waiting[0] is not gang:  # a job of a higher priority may be first now
                 return False
             self._waiting.remove(gang)
             self._running.append(gang)
             return True
+
+
+@dataclass(frozen=True)
+class WaitingJob:
+    """A job that waits for its slots.
+
+    Attributes:
+        ranks: the number of ranks; for an elastic job, the largest number.
+        priority: the ``priority`` of the job.
+        tags: the tags of the thread that runs the job, such as those of ``SparkContext.addJobTag``.
+    """
+
+    ranks: int
+    priority: int
+    tags: frozenset[str]
+    _cancel: Callable[[], bool] = field(repr=False, compare=False)
+
+    def cancel(self) -> bool:
+        """End the job with a ``LaunchError`` in its thread, before it starts.
+
+        Returns:
+            Whether the job still waited. False means that it has started or ended, and that this call has no effect.
+        """
+        return self._cancel()
 
 
 @dataclass(frozen=True)
@@ -138,14 +184,14 @@ class SlotUse:
         total: all task slots that are registered now.
         running: the number of ranks of each sparkhvd job of this driver that has its slots; for an elastic job, the
             largest number.
-        waiting: the same number for each job that waits for slots, in the order in which the jobs will start.
+        waiting: the jobs that wait for slots, in the order in which they will start; each has a method ``cancel()``.
         tasks: the number of tasks that run now, of these jobs and of all other Spark jobs; None through Spark Connect,
             whose clients cannot know it.
     """
 
     total: int
     running: tuple[int, ...]
-    waiting: tuple[int, ...]
+    waiting: tuple[WaitingJob, ...]
     tasks: int | None
 
 
@@ -188,7 +234,8 @@ def turn_of(spark: SparkSession, resources: TaskResources, ranks: int, priority:
         priority: jobs of a higher priority start first.
 
     Raises:
-        LaunchError: the session has been stopped, or the call comes from the ``write`` of a job's ``stdout``.
+        LaunchError: the session has been stopped, the job was cancelled before it started, or the call comes from the
+            ``write`` of a job's ``stdout``.
     """
     if is_in_write():
         raise LaunchError(
@@ -199,7 +246,8 @@ def turn_of(spark: SparkSession, resources: TaskResources, ranks: int, priority:
         yield
         return
     cluster = describe_cluster(spark, resources)
-    with _queue_of(spark).turn(Gang(ranks, lambda: _count(spark, cluster), resources, priority)):
+    gang = Gang(ranks, lambda: _count(spark, cluster), resources, priority, tags=user_tags(spark))
+    with _queue_of(spark).turn(gang):
         yield
 
 
@@ -234,7 +282,7 @@ def slots(spark: SparkSession | None = None) -> SlotUse:
 
     Examples:
         >>> sparkhvd.slots()  # doctest: +SKIP
-        SlotUse(total=8, running=(4, 2), waiting=(8,), tasks=7)
+        SlotUse(total=8, running=(4, 2), waiting=(WaitingJob(ranks=8, priority=0, tags=frozenset()),), tasks=7)
     """
     session = active_session() if spark is None else spark
     _check_not_stopped(session)
@@ -242,7 +290,15 @@ def slots(spark: SparkSession | None = None) -> SlotUse:
         raise ConfigError(
             f"The number of slots is unknown: {setting} of this cluster hides it from Spark Connect clients."
         )
-    running, waiting = _queue_of(session).jobs()
+    queue = _queue_of(session)
+    running, waiting = queue.jobs()
     total = describe_cluster(session).count()
-    held, needed = (tuple(min(gang.ranks, total) for gang in gangs) for gangs in (running, waiting))
-    return SlotUse(total, held, needed, None if is_connect(session) else running_tasks(session))
+    return SlotUse(
+        total,
+        tuple(min(gang.ranks, total) for gang in running),
+        tuple(
+            WaitingJob(min(gang.ranks, total), gang.priority, gang.tags, partial(queue.cancel, gang))
+            for gang in waiting
+        ),
+        None if is_connect(session) else running_tasks(session),
+    )

@@ -73,6 +73,40 @@ def test_a_job_in_a_call_that_another_job_waits_for_starts_first_or_is_refused(j
     assert [job.ranks for job in (*running, *waiting)] == [3, 4]
 
 
+def test_a_cancelled_job_ends_with_an_error_and_no_longer_delays_the_jobs_behind_it(jobs):
+    """Also cancel a job while Spark tells it that its slots are free."""
+    errors: list[LaunchError] = []
+
+    def cancelled_meanwhile() -> int:
+        assert jobs.queue.cancel(first)
+        assert not jobs.queue.cancel(first)
+        return 4
+
+    first = Gang(1, cancelled_meanwhile)
+    with pytest.raises(LaunchError, match=r"A job of 1 rank was cancelled while it waited"), jobs.queue.turn(first):
+        pass
+    jobs.submit("a", 3)
+
+    def wait_in_vain() -> None:
+        with pytest.raises(LaunchError) as error, jobs.queue.turn(Gang(4, lambda: 4)):
+            pass
+        errors.append(error.value)
+
+    large = threading.Thread(target=wait_in_vain)
+    large.start()
+    wait_for(lambda: jobs.queue.jobs()[1])
+    (waiting,) = jobs.queue.jobs()[1]
+    jobs.submit("b", 1)
+    assert jobs.has_started("a")
+    assert jobs.queue.cancel(waiting)
+    assert jobs.has_started("a", "b")
+    large.join()
+    assert str(errors[0]) == "A job of 4 ranks was cancelled while it waited for its slots."
+    running, waiting = jobs.queue.jobs()
+    assert waiting == []
+    assert not jobs.queue.cancel(running[0])
+
+
 def test_jobs_that_fit_run_at_the_same_time(jobs):
     jobs.submit("a", 2)
     jobs.submit("b", 1)
