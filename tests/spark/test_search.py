@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch.nn import functional
 
-from sparkhvd import Store, TorchEstimator, tune
+from sparkhvd import SparkBackend, Store, TorchEstimator, tune
 from sparkhvd.data.spark.job import cancel
-from sparkhvd.errors import ParamError, SearchError
+from sparkhvd.errors import LaunchError, ParamError, SearchError
+from sparkhvd.estimators.params import backend
 from sparkhvd.store import layout
 from sparkhvd.tune import trials
 
@@ -274,6 +275,26 @@ def test_another_trial_is_promoted_if_the_best_one_fails(df, store):
     result = tune.minimize(searched, df, space, 2, halving=tune.SuccessiveHalving(min_epochs=1, factor=2))
     assert failed
     assert sorted(trial.state.name for trial in result.study.trials) == ["COMPLETE", "FAIL"]
+
+
+def test_ranks_of_trials_fork_from_a_warm_process_unless_the_user_decides(df, store, monkeypatch):
+    def record(*_, env, **__):
+        recorded.append(env.get("SPARKHVD_WARM_SECONDS"))
+        raise LaunchError("recorded")
+
+    def search(**variables):
+        searched = estimator(store, num_proc=None, backend=SparkBackend(1, env=variables))
+        with pytest.raises(SearchError, match="Trial 0 failed: LaunchError: recorded"):
+            tune.minimize(searched, df, space, 1)
+
+    recorded = []
+    monkeypatch.setattr(backend, "run", record)
+    monkeypatch.delenv("SPARKHVD_WARM_SECONDS")
+    search()
+    search(SPARKHVD_WARM_SECONDS="5")
+    monkeypatch.setenv("SPARKHVD_WARM_SECONDS", "7")
+    search()
+    assert recorded == ["60.0", "5", None]
 
 
 def test_several_metrics_return_a_pareto_front_of_models(df, store):

@@ -12,6 +12,7 @@ from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TextIO, cast, overload
 
 from pyspark.ml import Estimator
@@ -117,6 +118,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
     required: ClassVar[tuple[str, ...]] = ("feature_cols", "label_cols")
     _mlflow_run: str | None = None
     _search_part: SearchPart = SearchPart()  # the part of a search that this copy trains
+    _default_env: Mapping[str, str] = MappingProxyType({})  # variables of the ranks that the backend may override
     _mapped_params: frozenset[str] = frozenset()  # the parameters that a parameter map set on this copy
 
     @overload
@@ -196,12 +198,14 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         write_options = _write_options(plan, largest_size(plan, num_proc), seed)
         return acquire(dataset, selection, store, write_options, keep_seconds=_keep_seconds(plan))
 
-    def as_trial(self, name: str, params: Mapping[str, object]) -> Self:
+    def as_trial(self, name: str, params: Mapping[str, object], default_env: Mapping[str, str]) -> Self:
         """Return a copy that logs to MLflow as a nested run with this name and these additional parameters.
 
-        Fits of copies with the same ``run_id`` share one nested run.
+        Fits of copies with the same ``run_id`` share one nested run. The ranks get the variables of ``default_env``
+        unless the backend or ``backend_env`` sets them.
         """
         copied = self.copy()
+        copied._default_env = default_env  # noqa: SLF001 - of this object's own copy
         copied._search_part = SearchPart(name, params, is_resumed=True)  # noqa: SLF001 - of this object's own copy
         return copied
 
@@ -531,6 +535,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
                     (job,),
                     spark=spark,
                     env={**self._environment(), **(run.backend_env or {})},
+                    default_env=self._default_env,
                     preload=self._imports(),
                     rows=direct_rows,
                     stdout=cast("TextIO | None", progress_output),

@@ -373,14 +373,16 @@ def run_ranks(
     *,
     spark: SparkSession | None,
     env: Mapping[str, str | None],
+    default_env: Mapping[str, str],
     preload: Sequence[str],
     rows: DataFrame | None,
     stdout: TextIO | None = None,
 ) -> list[Any]:
-    """Run ``fn`` on every rank, with the backend of the placement."""
+    """Run ``fn`` on every rank, with the backend of the placement, which may override ``default_env``."""
     backend = _backend(placement)
     if not isinstance(backend, SparkBackend):
-        return list(backend.run(fn, args, None, env))
+        return list(backend.run(fn, args, None, {**default_env, **env}))
+    env = {**default_env, **backend.env, **env}
     backend = backend.completed(
         num_proc=placement.num_proc,
         spark=spark,
