@@ -18,16 +18,17 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+import optuna
 import psutil
 import pyarrow as pa
 import torch
 from pyspark.sql import SparkSession
 
 import sparkhvd
-from sparkhvd import SparkBackend, Store, TorchModel
+from sparkhvd import SparkBackend, Store, TorchModel, tune
 from sparkhvd.errors import ConfigError, LaunchError, RankFailedError, SlotsError, StartTimeoutError
 from tests import lines
 from tests.scripts import print_results
@@ -175,20 +176,32 @@ def stay_until_end(folder: str) -> None:
 
 
 def slots_of_two_jobs(spark: SparkSession, folder: Path) -> list[str]:
-    """Return the slots while a second job of two ranks waits, and after both have ended."""
-    job = functools.partial(sparkhvd.run, stay_until_end, (str(folder),), num_proc=2, spark=spark, start_timeout=60)
-    jobs = [threading.Thread(target=job, name=name) for name in ("first", "second")]
+    """Return the slots while a second job of two ranks waits, the error of this job, which is cancelled, and the slots
+    after both have ended.
+    """
+    errors: list[str] = []
+
+    def run(name: str) -> None:
+        spark.addTag(name)
+        try:
+            sparkhvd.run(stay_until_end, (str(folder),), num_proc=2, spark=spark, start_timeout=60)
+        except LaunchError as error:
+            errors.append(str(error))
+
+    jobs = [threading.Thread(target=run, args=(name,), name=name) for name in ("first", "second")]
     try:
         jobs[0].start()
         wait_for_files(folder, 2)
         jobs[1].start()
         wait_for(lambda: sparkhvd.slots(spark).waiting, 120.0)
-        waiting = str(sparkhvd.slots(spark))
+        slots = sparkhvd.slots(spark)
+        slots.waiting[0].cancel()
+        jobs[1].join(60)
     finally:
         (folder / "end").touch()
         for thread in filter(threading.Thread.is_alive, jobs):
             thread.join()
-    return [waiting, str(sparkhvd.slots(spark))]
+    return [str(slots), *errors, str(sparkhvd.slots(spark))]
 
 
 def left_by_killed_client(folder: Path) -> list[int]:
@@ -218,6 +231,45 @@ def result_of_doctor() -> list[object]:
 
 def wait_for_files(folder: Path, count: int) -> None:
     wait_for(lambda: len(list(folder.iterdir())) >= count, 120.0)
+
+
+def searched(spark: SparkSession, store: Store) -> dict[str, object]:
+    """Return the result of a search of two trials at a time, which Ctrl-C interrupts in its first epoch and which then
+    continues.
+    """
+    epochs: list[int] = []
+
+    def space(trial: optuna.Trial) -> dict[str, object]:
+        torch.manual_seed(1)
+        model = torch.nn.Linear(1, 1)
+        rate = trial.suggest_float("rate", 0.01, 0.3)
+        return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=rate)}
+
+    def interrupt(epoch: int, _: Mapping[str, float]) -> None:
+        if not epochs:
+            os.kill(os.getpid(), signal.SIGINT)
+        epochs.append(epoch)
+
+    df = lines.points(spark, "id % 4 = 0 AS held_out")
+    estimator = lines.estimator(
+        store, model=None, optimizer=None, num_proc=1, validation="held_out", epochs=2, epoch_callback=interrupt
+    )
+    storage = optuna.storages.InMemoryStorage()
+    search = functools.partial(
+        tune.minimize, estimator, df, space, 2, parallelism=2, storage=storage, study_name="lines"
+    )
+    with contextlib.suppress(KeyboardInterrupt):
+        search()
+        raise AssertionError("Ctrl-C did not end the search")
+    result = search()
+    predicted = result.best_model.transform(df).where("held_out").select("y", "y__output").collect()
+    return {
+        "states": sorted(trial.state.name for trial in result.study.trials),
+        "best value": result.best_value,
+        "mean squared error": sum((row.y - row.y__output) ** 2 for row in predicted) / len(predicted),
+        "runs": len({path.split("/")[1] for path in store.list("runs")}),
+        "slots": str(sparkhvd.slots(spark)),
+    }
 
 
 def doubled(spark: SparkSession) -> list[float]:
@@ -307,6 +359,7 @@ def of_every_run(spark: SparkSession, folder: str) -> dict[str, object]:
         spark, None, num_proc=None, backend=SparkBackend(2, gpus_per_task=1)
     )
     results["errors with a Store"] = lines.errors(spark, Store.create(f"{folder}/store"))
+    results["search"] = searched(spark, Store.create(f"{folder}/searches"))
     results["doubled"] = doubled(spark)
     results["predictions"] = predictions_in_plan(spark)
     return results

@@ -48,13 +48,16 @@ def test_run_fit_and_transform_work_through_a_spark_connect_server(tmp_path):
     assert re.search(r"^- +slots +num_proc=None uses all slots.* Set num_proc\.$", all_slots, re.MULTILINE), refused
     for store in ("without a Store", "with a Store"):
         check_learned(results[f"errors {store}"])
+    check_searched(results["search"])
     assert results["doubled"] == [0.0, 2.0, 4.0, 6.0]
     assert results["predictions"] == 1, "two outputs must not make two predictions"
     assert results["interrupted"].startswith("Spark aborted the job: it was cancelled (Operation has been canceled).")
     assert results["left by Ctrl-C"] == []
     assert "were not free at the same time within start_timeout=5 s" in results["busy"]
+    waiting = "WaitingJob(ranks=2, priority=0, tags=frozenset({'second'}))"
     assert results["slots of two jobs"] == [
-        "SlotUse(total=2, running=(2,), waiting=(2,), tasks=None)",
+        f"SlotUse(total=2, running=(2,), waiting=({waiting},), tasks=None)",
+        "A job of 2 ranks was cancelled while it waited for its slots.",
         "SlotUse(total=2, running=(), waiting=(), tasks=None)",
     ]
     assert results["places afterwards"] == results["places"]
@@ -82,6 +85,15 @@ def test_s3_the_doctor_slow_rows_and_killed_clients_work_through_a_spark_connect
     assert "were not free at the same time within start_timeout=5 s" in results["all busy"]
     assert results["left by a killed client"] == []
     assert results["places afterwards"] == results["places"]
+
+
+def check_searched(search: dict[str, Any]) -> None:
+    """Check a search that Ctrl-C interrupted and that then continued."""
+    assert search["states"].count("COMPLETE") == 2, search
+    assert set(search["states"]) == {"COMPLETE", "FAIL"}, search
+    assert search["mean squared error"] == pytest.approx(search["best value"], rel=1e-5)
+    assert search["runs"] == 1, "only the run of the best trial stays"
+    assert search["slots"] == "SlotUse(total=2, running=(), waiting=(), tasks=None)"
 
 
 def check_learned(errors: list[float]) -> None:
