@@ -28,6 +28,9 @@ _MARK = "sparkhvd:"  # the prefix of this package's attributes in a study
 _RUNS = f"{_MARK}runs"
 _STORE = f"{_MARK}store"
 
+# How long a write waits for other writers of a SQLite file, such as a copy of the file; its error would end the search.
+_SQLITE_SECONDS = 60.0
+
 _LONGEST_END = "-0123abcd-1234567"  # of a run's id, after the name of its study
 
 
@@ -85,8 +88,12 @@ def _opened_storage(url: str) -> optuna.storages.BaseStorage:
     import optuna  # noqa: PLC0415  (optional)
 
     try:
-        # A Redis URL is the only one that SQLAlchemy does not open.
-        return optuna.storages.get_storage(url) if url.startswith("redis") else optuna.storages.RDBStorage(url)
+        if url.startswith("redis"):  # the only URLs that SQLAlchemy does not open
+            return optuna.storages.get_storage(url)
+        waits = url.startswith("sqlite") and "timeout=" not in url
+        return optuna.storages.RDBStorage(
+            url, engine_kwargs={"connect_args": {"timeout": _SQLITE_SECONDS}} if waits else None
+        )
     except Exception as error:  # of SQLAlchemy or a driver of a database
         raise ParamError(
             f"Optuna cannot open storage={url!r}: {error}. Pass the URL of a database, such as 'sqlite:///search.db', "

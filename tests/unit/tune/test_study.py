@@ -51,3 +51,11 @@ def test_a_study_whose_trials_run_in_another_store_is_refused(tmp_path):
     refuse_taken_over(study, second)
     with pytest.raises(ParamError, match=r"A search with the Store \S+/second has begun in study 'mine' and continues"):
         refuse_taken_over(study, first)
+
+
+def test_a_search_waits_a_minute_for_other_writers_of_a_sqlite_file(tmp_path):
+    settings = StudySettings(f"sqlite:///{tmp_path}/search.db", "search", None, None)
+    with settings.opened(["minimize"]) as study:
+        engine = study._storage._backend.engine
+        with engine.connect() as connection:
+            assert connection.exec_driver_sql("PRAGMA busy_timeout").scalar() == 60_000
