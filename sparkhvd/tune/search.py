@@ -19,6 +19,7 @@ from sparkhvd.tune.study import (
     StudySettings,
     check_comparable,
     held,
+    naming_storage,
     refuse_running_elsewhere,
     run_prefix,
     seed_of,
@@ -119,7 +120,7 @@ def minimize(
 
     Raises:
         ParamError: an argument or a parameter of the estimator cannot work, or an epoch does not report the metric.
-        SearchError: no trial completed.
+        SearchError: no trial completed, or Optuna's storage failed.
         SparkHvdError: the rows cannot be prepared.
 
     Examples:
@@ -204,8 +205,9 @@ def _search(  # noqa: PLR0917
         trials = Trials(
             template, data, store, space, study, metrics, spark, prefix, halving=halving, keep_runs=keep_runs
         )
-        trials.resume_interrupted()
-        trials.run(limits)
+        with naming_storage(study):
+            trials.resume_interrupted()
+            trials.run(limits)
         models = trials.best_models()
         return SearchResult(study, {trial.number: trial for trial in trials.best()}, models)
 

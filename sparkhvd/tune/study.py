@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Literal
 
 from sparkhvd.compat.horovod import not_installed
-from sparkhvd.errors import ParamError, StoreError
+from sparkhvd.errors import ParamError, SearchError, StoreError
 from sparkhvd.estimators.runs.run_lease import hold_run
 from sparkhvd.store import layout
 from sparkhvd.store.protocol import Store
@@ -98,6 +98,27 @@ def _opened_storage(url: str) -> optuna.storages.BaseStorage:
         raise ParamError(
             f"Optuna cannot open storage={url!r}: {error}. Pass the URL of a database, such as 'sqlite:///search.db', "
             "or an object of optuna.storages."
+        ) from error
+
+
+@contextmanager
+def naming_storage(study: optuna.Study) -> Iterator[None]:
+    """Say in the errors of Optuna's storage which study they belong to, and how to continue.
+
+    Raises:
+        SearchError: the storage failed.
+    """
+    import sqlalchemy.exc  # noqa: PLC0415  (Optuna requires it)
+    from optuna.exceptions import StorageInternalError  # noqa: PLC0415  (optional)
+
+    name = study.study_name  # now, because it may come from the storage
+    try:
+        yield
+    except (StorageInternalError, sqlalchemy.exc.SQLAlchemyError) as error:
+        reason = str(error.__cause__ or error).partition("\n")[0]
+        raise SearchError(
+            f"Optuna's storage failed, which ended the search of study {name!r}: {reason}. Repair the storage. The "
+            "same call then continues the search."
         ) from error
 
 

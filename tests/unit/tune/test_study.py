@@ -5,10 +5,16 @@ from pathlib import Path
 import optuna
 import pytest
 
-from sparkhvd.errors import ParamError
+from sparkhvd.errors import ParamError, SearchError
 from sparkhvd.estimators.runs import run_lease
 from sparkhvd.store import Store
-from sparkhvd.tune.study import StudySettings, held, refuse_running_elsewhere, refuse_taken_over
+from sparkhvd.tune.study import (
+    StudySettings,
+    held,
+    naming_storage,
+    refuse_running_elsewhere,
+    refuse_taken_over,
+)
 
 
 def is_open(path: Path) -> bool:
@@ -59,3 +65,12 @@ def test_a_search_waits_a_minute_for_other_writers_of_a_sqlite_file(tmp_path):
         engine = study._storage._backend.engine
         with engine.connect() as connection:
             assert connection.exec_driver_sql("PRAGMA busy_timeout").scalar() == 60_000
+
+
+def test_the_error_of_a_storage_that_is_gone_names_the_study_and_says_how_to_continue(tmp_path):
+    settings = StudySettings(f"sqlite:///{tmp_path}/search.db", "search", None, None)
+    with settings.opened(["minimize"]) as study:
+        (tmp_path / "search.db").unlink()
+        message = r"ended the search of study 'search': .*readonly database\. Repair .* then continues the search\."
+        with pytest.raises(SearchError, match=message), naming_storage(study):
+            study.ask()
