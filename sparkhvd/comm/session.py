@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 from sparkhvd.comm.communicator import Communicator
 from sparkhvd.comm.connect import mpi
 from sparkhvd.comm.connect.commit_folder import CommitFolder, CommitPublisher
+from sparkhvd.comm.connect.generation_watch import GenerationWatch
 from sparkhvd.comm.connect.inherited_world import inherited_world
 from sparkhvd.comm.connect.launch_context import LaunchContext
-from sparkhvd.comm.connect.loss_watch import LossWatch
 from sparkhvd.comm.connect.membership import LOST_CONNECTIONS, Membership, scope_of
 from sparkhvd.comm.connect.rendezvous import RendezvousClient, RendezvousServer
 from sparkhvd.comm.process_sets import MpiCommunicator, ProcessSet, require_addable
@@ -66,7 +66,7 @@ class _Session:
     from_mpi: bool = False
     membership: Membership | None = None  # in an elastic job, from the first ``init()`` on
     publisher: CommitPublisher | None = None  # in an elastic job with a Store
-    watch: LossWatch | None = None  # watches the current generation if it has several ranks
+    watch: GenerationWatch | None = None  # in an elastic job, watches the current generation
     # How often each selection of ranks has connected. The numbers are equal on all ranks, so they name the scopes.
     inits: Counter[tuple[int, ...]] = field(default_factory=Counter)
     watches_forks: bool = False
@@ -236,12 +236,12 @@ def _join_generation(
             return communicator
 
 
-def _watch(membership: Membership, communicator: Communicator, *, was_separated: bool) -> LossWatch | None:
-    """Watch for the loss of other members; report first that hosts which were separated before reach each other."""
+def _watch(membership: Membership, communicator: Communicator, *, was_separated: bool) -> GenerationWatch:
+    """Watch a new generation; report first that hosts which were separated before reach each other."""
     try:
         if was_separated:
             membership.connected()
-        return None if communicator.world.size == 1 else membership.watch(communicator.abort)
+        return membership.watch(communicator.abort)
     except BaseException:
         communicator.close()
         raise

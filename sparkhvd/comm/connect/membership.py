@@ -4,7 +4,8 @@ The driver serves the membership server, a key-value store whose keys are set on
 
 - ``worker/<worker>/report/<n>``: the n-th report of a worker;
 - ``worker/<worker>/assignment/<generation>``: the worker's rank in the generation after ``<generation>``;
-- ``generation/<generation>/notice``: set when the members of a generation should leave it at their next commit;
+- ``generation/<generation>/notice``: set when the members of a generation should leave it at their next commit, and
+  after each loss;
 - ``generation/<generation>/loss``: set to the reason when a generation has lost a member; its collectives cannot end.
 
 The driver deletes the keys of a worker when it assigns the worker's next rank: the worker is waiting for the rank then,
@@ -22,12 +23,12 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, astuple, dataclass, replace
 
+from sparkhvd.comm.connect.generation_watch import GenerationWatch
 from sparkhvd.comm.connect.launch_context import LaunchContext
-from sparkhvd.comm.connect.loss_watch import LossWatch
 from sparkhvd.comm.connect.rendezvous import RendezvousClient
 from sparkhvd.config import export
 from sparkhvd.deadline import Deadline
-from sparkhvd.errors import AuthenticationError, DeadlineExceededError, HorovodInternalError, LaunchError
+from sparkhvd.errors import AuthenticationError, HorovodInternalError, LaunchError
 from sparkhvd.world import World
 
 # A worker may wait for weeks for a slot, or for a suspended driver. The end of the driver ends the wait.
@@ -162,6 +163,7 @@ class Membership:
         self._context = context
         self._address = context.membership
         self._client: RendezvousClient | None = None
+        self._watch: GenerationWatch | None = None  # of the current or latest generation
         self._reports = 0
         self._has_finished = False
         self.generation = 0
@@ -206,18 +208,17 @@ class Membership:
         self._report(FINISHED)
 
     def is_notified(self) -> bool:
-        """Return at once whether the members of this generation should leave it."""
-        if self._has_finished:
-            return False
-        try:
-            self._connected_client().get(notice_key(self.generation), Deadline.after(0.0))
-        except DeadlineExceededError:
-            return False
-        return True
+        """Return whether the members of the watched generation should leave it; nothing waits for the driver."""
+        return not self._has_finished and self._watch is not None and self._watch.is_notified
 
-    def watch(self, abort: Callable[[str], None]) -> LossWatch:
-        """Call ``abort`` with the reason, from another thread, once the driver has lost a member of this generation."""
-        return LossWatch(self._connect(), loss_key(self.generation), abort)
+    def watch(self, abort: Callable[[str], None]) -> GenerationWatch:
+        """Watch this generation until the caller closes the result.
+
+        Args:
+            abort: called with the reason, from another thread, once the driver has lost a member of this generation.
+        """
+        self._watch = GenerationWatch(self._connect(), notice_key(self.generation), loss_key(self.generation), abort)
+        return self._watch
 
     def close(self) -> None:
         """Disconnect from the membership server."""

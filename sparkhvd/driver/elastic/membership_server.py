@@ -122,6 +122,7 @@ class MembershipServer:
     def report_loss(self, generation: int, why: str) -> None:
         """Make the members of a generation leave its collectives at once; the first reason counts."""
         self._server.set(loss_key(generation), why.encode())
+        self._server.set(notice_key(generation), b"")  # the members wait for this key first
 
     def close(self) -> None:
         """End the server and its threads."""

@@ -81,11 +81,13 @@ def test_ranks_whose_training_has_ended_are_not_notified():
     server = MembershipServer(b"secret", inbox)
     server.listen_to(0)
     membership = Membership(LaunchContext(membership=replace(server.address, worker=0)))
-    server.notify(membership.generation)
-    wait_for(membership.is_notified)
-    membership.connected()
-    membership.finished()
-    assert not membership.is_notified()
+    with membership.watch(lambda why: None):
+        assert not membership.is_notified()
+        server.notify(membership.generation)
+        wait_for(membership.is_notified)
+        membership.connected()
+        membership.finished()
+        assert not membership.is_notified()
     assert [inbox.get(timeout=60).report.kind for _ in range(2)] == ["connected", "finished"]
     membership.close()
     server.close()
