@@ -27,6 +27,8 @@ __all__ = [
     "run",
 ]
 
+_IMMUTABLE = frozenset({bool, int, float, str, type(None)})
+
 
 class _Part(Protocol):
     """A part of a state that has a state of its own; ``saved`` is the copy that ``save`` has kept."""
@@ -134,7 +136,7 @@ class _ModelPart:
         self.saved: dict[str, Any] = {}
 
     def save(self) -> None:
-        self.saved = _copied(self._model.state_dict(), self.saved, {})
+        self.saved = _copied(self._model.state_dict(), self.saved)
 
     def restore(self) -> None:
         self._load(copy.deepcopy(self.saved))  # a module may keep what it loads
@@ -168,7 +170,7 @@ class _OptimizerPart:
         self.saved: dict[str, Any] = {}
 
     def save(self) -> None:
-        self.saved = _copied(self._optimizer.state_dict(), self.saved, {})
+        self.saved = _copied(self._optimizer.state_dict(), self.saved)
 
     def restore(self) -> None:
         committed, groups = len(self.saved["param_groups"]), self._optimizer.param_groups
@@ -253,21 +255,37 @@ def _dtype_and_shape(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{shape}"
 
 
-def _copied(value: Any, earlier: Any, sources: dict[int, int]) -> Any:
-    """Return a copy of ``value``. Tensors reuse the memory of ``earlier``, the previous copy, if they are alike.
+def _copied(value: Any, earlier: Any) -> Any:
+    """Return a copy of a state. Tensors reuse the memory of ``earlier``, the previous copy, if they are alike."""
+    reused: list[tuple[torch.Tensor, torch.Tensor]] = []
+    copied = _collected(value, earlier, {}, reused)
+    if reused:
+        targets, sources = zip(*reused, strict=True)
+        torch._foreach_copy_(targets, sources)
+    return copied
+
+
+def _collected(
+    value: Any, earlier: Any, sources: dict[int, int], reused: list[tuple[torch.Tensor, torch.Tensor]]
+) -> Any:
+    """Return a copy of ``value`` whose tensors in ``reused`` still lack their new content.
 
     Args:
         value: the value to copy.
         earlier: the previous copy, which is changed.
         sources: by the address of each copy so far, the address of the tensor that was copied there. Two tensors that
             shared their memory had one copy in common; they need a copy each once they no longer share it.
+        reused: receives tensors of the previous copy, each with the tensor to copy into it.
     """
+    if type(value) in _IMMUTABLE:
+        return value
     if isinstance(value, dict) and type(value) is type(earlier) and value.keys() == earlier.keys():
         for key, entry in value.items():
-            earlier[key] = _copied(entry, earlier[key], sources)
+            earlier[key] = _collected(entry, earlier[key], sources, reused)
         return earlier
     if _is_alike(value, earlier) and sources.setdefault(earlier.data_ptr(), value.data_ptr()) == value.data_ptr():
-        return earlier.copy_(value)
+        reused.append((earlier, value))
+        return earlier
     return copy.deepcopy(value)
 
 
