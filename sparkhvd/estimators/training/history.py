@@ -38,6 +38,8 @@ class History(list[dict[str, Any]]):
     def plot(self) -> Figure:
         """Plot loss and metrics by epoch, training and validation in one chart; needs matplotlib.
 
+        If the number of ranks has changed, another chart shows it.
+
         Raises:
             ConfigError: matplotlib is not installed.
             ParamError: the history is empty or has no metrics.
@@ -53,11 +55,14 @@ class History(list[dict[str, Any]]):
         names = list(dict.fromkeys(name for _, part in _PARTS for entry in self for name in _flat(entry[part])))
         if not names:
             raise ParamError("The history has no loss and no metrics: the steps of the training returned none.")
-        table = self.to_pandas()
-        figure, axes = pyplot.subplots(
-            1, len(names), figsize=(4.5 * len(names), 3.5), layout="constrained", squeeze=False
-        )
-        for chart, name in zip(axes[0], names, strict=True):
+        table, sizes = self.to_pandas(), self._sizes()
+        charts = len(names) + bool(sizes)
+        figure, axes = pyplot.subplots(1, charts, figsize=(4.5 * charts, 3.5), layout="constrained", squeeze=False)
+        if sizes:
+            axes[0, -1].step(*zip(*sizes, strict=True), where="post")
+            axes[0, -1].set(title="ranks", xlabel="epoch", ylim=(0, None))
+            axes[0, -1].yaxis.get_major_locator().set_params(integer=True)
+        for chart, name in zip(axes[0], names, strict=False):
             for prefix, part in _PARTS:
                 if f"{prefix}{name}" in table:
                     chart.plot(table.index + 1, table[f"{prefix}{name}"], marker=".", label=part)
@@ -65,6 +70,20 @@ class History(list[dict[str, Any]]):
             chart.legend()
         pyplot.close(figure)  # else a notebook shows the figure twice
         return figure
+
+    def _sizes(self) -> list[tuple[float, int]]:
+        """Return when each generation began, in epochs, and its number of ranks; empty if all have the same number.
+
+        The history does not say when the ranks changed within an epoch, so its generations get equal parts of it.
+        """
+        begins = [
+            (entry["epoch"] + index / len(entry["sizes"]), size)
+            for entry in self
+            for index, size in enumerate(entry["sizes"])
+        ]
+        if len({size for _, size in begins}) < 2:
+            return []
+        return [*begins, (self[-1]["epoch"] + 1.0, begins[-1][1])]
 
 
 _PARTS = (("", "train"), ("val_", "validation"))

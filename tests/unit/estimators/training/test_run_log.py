@@ -68,6 +68,17 @@ def test_metrics_are_plotted_that_only_the_validation_or_later_epochs_have():
         to_history([EpochRecord(0, {})]).plot()
 
 
+def test_the_plot_shows_the_ranks_of_an_elastic_fit_if_their_number_has_changed():
+    sizes = [(3,), (3, 1), (2,)]
+    records = [EpochRecord(epoch, {"loss": 1.0}, sizes=one) for epoch, one in enumerate(sizes)]
+    figure = to_history(records).plot()
+    assert [chart.get_title() for chart in figure.axes] == ["loss", "ranks"]
+    (line,) = figure.axes[1].get_lines()
+    assert line.get_xdata().tolist() == [0.0, 1.0, 1.5, 2.0, 3.0]
+    assert line.get_ydata().tolist() == [3, 3, 1, 2, 2]
+    assert [chart.get_title() for chart in to_history(records[:1]).plot().axes] == ["loss"]
+
+
 def test_tensorboard_reads_the_event_files_of_a_run(tmp_path):
     assert crc32c(b"123456789") == 0xE3069283, "the check value of CRC-32C"
     store = Store.create(str(tmp_path))
