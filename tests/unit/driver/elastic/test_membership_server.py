@@ -19,7 +19,7 @@ from sparkhvd.comm.connect.rendezvous import RendezvousClient
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.elastic.membership_server import MembershipServer
 from sparkhvd.driver.elastic.workers import Reported
-from sparkhvd.errors import HorovodInternalError, PeerLostError
+from sparkhvd.errors import AuthenticationError, HorovodInternalError, PeerLostError
 from sparkhvd.world import World
 from tests.waiting import wait_for
 
@@ -117,6 +117,18 @@ def test_the_server_knows_the_ranks_that_a_rank_of_the_current_generation_could_
         client.set("generation-3/unreachable/2", b"1,0", Deadline.after(10))
     assert server.unreachable(3, 2) == [1, 0]
     assert server.unreachable(3, 1) == []
+    server.close()
+
+
+def test_a_worker_of_an_earlier_generation_cannot_speak_to_the_current_one():
+    """Its secret is that of its own generation, and its reports name it."""
+    server = MembershipServer(b"secret", queue.SimpleQueue())
+    server.open_rendezvous(1)
+    address = ("127.0.0.1", server.open_rendezvous(2))
+    with pytest.raises(AuthenticationError):
+        RendezvousClient([address], token_of(b"secret", 1), Deadline.after(10))
+    with RendezvousClient([address], token_of(b"secret", 2), Deadline.after(10)) as client:
+        assert client.missing("", range(1)) == [0]
     server.close()
 
 
