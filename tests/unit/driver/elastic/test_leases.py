@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 from sparkhvd.driver.elastic.lease_book import LeaseBook
 from sparkhvd.driver.elastic.lease_workers import LeaseWorkers
-from sparkhvd.rpc.messages import EndLease, NextCommand, OfferSlot, StartWorker, TaskStatus
+from sparkhvd.rpc.messages import Acknowledged, EndLease, NextCommand, OfferSlot, Rejected, StartWorker, TaskStatus
 from sparkhvd.rpc.registration import Introduction, TaskOffer
 from sparkhvd.task.elastic.worker import WorkerLocation
 
@@ -82,3 +82,18 @@ def test_hosts_with_one_name_have_slots_of_their_own():
     book.on_ended(TaskStatus(1, -1, "node", 7), EOFError())
     assert inbox.get().failure.host == "node (10.0.0.2)"
     assert inbox.get().capacity == {"node": 2, "node (c)": 1}
+
+
+def test_a_speculative_attempt_is_rejected_and_a_late_task_ends_at_once():
+    book = LeaseBook(SimpleNamespace(versions=()), None, queue.SimpleQueue(), "was lost")
+
+    def offer(attempt):
+        return book.handle(OfferSlot(Introduction(attempt, TaskOffer(0, "a", "node", "127.0.0.1"), 0)))
+
+    assert offer(7) == Acknowledged()
+    assert offer(8) == Rejected("Another attempt of the task holds this lease.")
+    assert book.handle(NextCommand(0, 8)) == EndLease()
+    book.on_ended(TaskStatus(0, -1, "node", 7), EOFError())
+    assert offer(9) == Acknowledged(), "the attempt that replaces a lost one"
+    book.end()
+    assert offer(10) == EndLease()
