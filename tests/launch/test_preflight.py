@@ -61,7 +61,8 @@ def test_the_preflight_reports_a_good_cluster_as_ready(spark, rows, tmp_path):
     assert report.ok, printed.getvalue()
     assert printed.getvalue() == f"{report}\n"
     found = {check.name: check for check in report.checks}
-    assert set(found) == {"slots", "network", "devices", "versions", "frameworks", "shared memory", "store", "model"}
+    names = ("slots", "network", "elastic", "devices", "versions", "frameworks", "shared memory", "store", "model")
+    assert set(found) == set(names)
     assert found["slots"].says == "2 ranks (2 requested; master local[4])"
     assert "x [5], pixels [5, 3], y [5] gave [5, 1]" in found["model"].says
     assert [task.task_index for task in report.tasks] == [0, 1]

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TextIO
 
@@ -25,16 +25,26 @@ from sparkhvd.deadline import Deadline
 from sparkhvd.driver.arguments import check_counts, check_names, check_seconds
 from sparkhvd.driver.preflight.report import Check, PreflightReport, Verdict, cluster_checks
 from sparkhvd.driver.spark.barrier_stage import BarrierStage
+from sparkhvd.driver.spark.driver_address import driver_hosts
 from sparkhvd.driver.spark.encryption import unencrypted_spark
 from sparkhvd.driver.spark.job_failures import spark_failure
 from sparkhvd.driver.spark.resources import TaskResources, profile_of
 from sparkhvd.driver.spark.slots import describe_cluster, reserve_tasks, setting_that_hides_slots
 from sparkhvd.errors import LaunchError, SlotsError, SparkHvdError, StoreError
 from sparkhvd.rpc.protection import encryption_problem
+from sparkhvd.rpc.server import Server
 from sparkhvd.store import store_at
 from sparkhvd.store.probe import StoreProbe, new_store_probe
 from sparkhvd.store.protocol import Store
-from sparkhvd.task.host.examination import Examination, ExaminationRequest, examine_task, versions
+from sparkhvd.task.host.examination import (
+    DRIVER,
+    Examination,
+    ExaminationRequest,
+    IgnoreMessages,
+    examine_task,
+    secret_of,
+    versions,
+)
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -101,9 +111,9 @@ def preflight(
 ) -> PreflightReport:
     """Check in a few seconds whether a job can run well, and print the problems and what to change.
 
-    One short barrier stage checks the slots, the GPU of every task, which hosts reach each other, whether all of them
-    see the Store, the versions of Python and the frameworks, and the size of /dev/shm. Problems are reported, not
-    raised.
+    One short barrier stage checks the slots, the GPU of every task, which hosts reach each other and the driver,
+    whether all of them see the Store, the versions of Python and the frameworks, and the size of /dev/shm. Problems are
+    reported, not raised.
 
     Examples:
         >>> report = sparkhvd.preflight(num_proc=4, store=store)  # doctest: +SKIP
@@ -215,11 +225,23 @@ def _examine_tasks(request: _Request, count: int, probe: StoreProbe | None) -> l
         LaunchError: the tasks did not start in time, or Spark could not run them.
     """
     pickled = None if probe is None else pickle.dumps(probe)
-    examination = ExaminationRequest(secrets.token_bytes(32), pickled, request.nics, request.encrypt)
+    secret = secrets.token_bytes(32)
     profile = profile_of(request.spark, request.resources)
-    task = functools.partial(examine_task, examination)
-    stage = BarrierStage(request.spark, count, task, profile, _do_nothing, retry=False)
-    with closing(stage):
+    own_host, bind_host = driver_hosts(request.spark)
+    with ExitStack() as stack:
+        try:
+            server = Server(secret_of(DRIVER, secret), IgnoreMessages(), bind_host, name="sparkhvd-preflight")
+        except OSError as error:
+            raise LaunchError(
+                f"The driver cannot listen at {bind_host}, where jobs connect to it: {error}. Set spark.driver.host to "
+                "an address of the driver that the executors reach."
+            ) from error
+        stack.enter_context(server)
+        driver = tuple(dict.fromkeys([(bind_host, server.port), (own_host, server.port)]))
+        examination = ExaminationRequest(secret, pickled, request.nics, request.encrypt, driver)
+        task = functools.partial(examine_task, examination)
+        stage = BarrierStage(request.spark, count, task, profile, _do_nothing, retry=False)
+        stack.enter_context(closing(stage))
         if not stage.wait(request.timeout):
             hidden = setting_that_hides_slots(request.spark)
             other_cause = ", or the cluster has fewer slots" if hidden else ""

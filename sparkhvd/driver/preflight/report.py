@@ -87,6 +87,7 @@ def cluster_checks(tasks: Sequence[Examination], driver: Mapping[str, str]) -> l
     """Return the checks that follow from the examinations of the tasks."""
     return [
         _network(tasks),
+        _elastic(tasks),
         _devices(tasks),
         _versions(tasks, driver),
         *frameworks_check(driver),
@@ -105,6 +106,20 @@ def _network(tasks: Sequence[Examination]) -> Check:
         "network",
         Verdict.FAIL,
         f"{shown}. Open all TCP ports between the hosts, or name the network that connects them with nics=.",
+    )
+
+
+def _elastic(tasks: Sequence[Examination]) -> Check:
+    """Check what only elastic jobs need: connections from all hosts to the driver."""
+    problems = {task.host: task.driver_problem for task in tasks if task.driver_problem}
+    if not problems:
+        return Check("elastic", Verdict.OK, "all hosts reach the driver, as elastic jobs require")
+    host, problem = next(iter(problems.items()))
+    return Check(
+        "elastic",
+        Verdict.WARN,
+        f"Elastic jobs cannot use {', '.join(problems)}: {host} cannot connect to the driver: {problem}. Set "
+        "spark.driver.host to an address of the driver that the executors reach, and open its TCP ports to them.",
     )
 
 

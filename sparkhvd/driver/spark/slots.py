@@ -75,7 +75,8 @@ def _check_dynamic_allocation(spark: SparkSession) -> None:
         raise LaunchError(
             "spark.dynamicAllocation.enabled is true, but Spark does not run barrier stages (all ranks at the same "
             "time) under dynamic allocation. Start the session with spark.dynamicAllocation.enabled=false and a fixed "
-            "number of executors (spark.executor.instances, or spark.cores.max on a standalone cluster)."
+            "number of executors (spark.executor.instances, or spark.cores.max on a standalone cluster). Or make the "
+            "job elastic, with run_elastic() or min_num_proc: its ranks come and go with the executors."
         )
 
 

@@ -36,6 +36,7 @@ EXAMINATION = "examination"
 _PACKAGES = ("numpy", "pyarrow")
 _CONNECT_SECONDS = 3.0
 _MAX_PARALLEL = 16
+DRIVER = -1  # the driver's index, for ``secret_of``
 
 
 @dataclass(frozen=True)
@@ -48,12 +49,14 @@ class ExaminationRequest:
             a Store.
         nics: network interfaces that the ranks will use; empty for any.
         encrypt: whether the ranks will encrypt their traffic.
+        driver: addresses of a server on the driver; empty if it has none.
     """
 
     secret: bytes = field(repr=False)
     probe: bytes | None = field(default=None, repr=False)
     nics: tuple[str, ...] = ()
     encrypt: bool = False
+    driver: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,7 @@ class Examination:
         store: the problem with the Store; empty if there is none.
         store_answer: the name of the task's answer in the Store; empty without a Store.
         encryption: why the task cannot encrypt; empty if it can or need not.
+        driver_problem: why the task cannot connect to the driver; empty if it can or was not asked to.
     """
 
     task_index: int
@@ -89,6 +93,7 @@ class Examination:
     store: str = ""
     store_answer: str = ""
     encryption: str = ""
+    driver_problem: str = ""
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -99,7 +104,7 @@ class Examination:
         return cls(**{**fields, **{name: tuple(fields[name]) for name in ("devices", "unreachable")}})
 
 
-class _IgnoreMessages:
+class IgnoreMessages:
     """A handler that ignores messages: a completed handshake proves that the server is reachable."""
 
     def handle(self, message: Message) -> Message | None:  # noqa: ARG002 - the protocol of a server
@@ -126,14 +131,15 @@ def examine_task(request: ExaminationRequest, batches: Iterator[pa.RecordBatch])
     addresses, nics_problems = _addresses(request.nics, task)
     with ExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="sparkhvd-preflight-store"))
-        secret = _secret_of(task.index, request.secret)
+        secret = secret_of(task.index, request.secret)
         servers = [
-            stack.enter_context(Server(secret, _IgnoreMessages(), address, name="sparkhvd-preflight"))
+            stack.enter_context(Server(secret, IgnoreMessages(), address, name="sparkhvd-preflight"))
             for address in addresses
         ]
         listening = [(address, server.port) for address, server in zip(addresses, servers, strict=True)]
         # The Store is checked in parallel with the network, because both may be slow.
         store_answer = pool.submit(_check_store, request.probe, f"{task.index}-{task.attempt}")
+        driver_problem = _driver_problem(request)
         own_report = {"index": task.index, "host": task.host, "key": host_hash(), "addresses": listening}
         reports = [json.loads(message) for message in context.allGather(json.dumps(own_report))]
         unreachable = (*nics_problems, *_unreachable(own_report, reports, request.secret))
@@ -142,7 +148,7 @@ def examine_task(request: ExaminationRequest, batches: Iterator[pa.RecordBatch])
         if has_several_hosts:  # skipped on a single host, where tasks try no servers: a barrier takes up to a second
             context.barrier()  # servers stay open until all tasks have tried them
     encryption = encryption_problem(task.host) if request.encrypt else ""
-    examination = _examination(task, unreachable, store_problem, answer_name, encryption)
+    examination = _examination(task, unreachable, store_problem, answer_name, encryption, driver_problem)
     yield row(task.index, EXAMINATION, 0, examination.to_json())
 
 
@@ -165,8 +171,8 @@ def _addresses(nics: Sequence[str], task: TaskInfo) -> tuple[list[str], tuple[st
     return (offered[:1] if task.index == 0 or is_loopback(preferred) else offered), nics_problems
 
 
-def _secret_of(index: int, secret: bytes) -> bytes:
-    """Return the secret of one task's servers.
+def secret_of(index: int, secret: bytes) -> bytes:
+    """Return the secret of one task's servers, or of the driver's with ``DRIVER``.
 
     Secrets differ because hosts may share an address, as on Docker's bridges. With equal secrets, a task could mistake
     its own server for another task's.
@@ -174,8 +180,24 @@ def _secret_of(index: int, secret: bytes) -> bytes:
     return hmac.digest(secret, f"task {index}".encode(), hashlib.sha256)
 
 
-def _examination(
-    task: TaskInfo, unreachable: tuple[str, ...], store_problem: str, answer_name: str, encryption: str
+def _driver_problem(request: ExaminationRequest) -> str:
+    """Return why this task cannot connect to the driver; empty if it can, or if the driver has no server."""
+    if not request.driver:
+        return ""
+    try:
+        connect(request.driver, secret_of(DRIVER, request.secret), Deadline.after(_CONNECT_SECONDS)).close()
+    except OSError as error:
+        return str(error).rstrip(".")
+    return ""
+
+
+def _examination(  # noqa: PLR0917
+    task: TaskInfo,
+    unreachable: tuple[str, ...],
+    store_problem: str,
+    answer_name: str,
+    encryption: str,
+    driver_problem: str,
 ) -> Examination:
     return Examination(
         task_index=task.index,
@@ -191,6 +213,7 @@ def _examination(
         store=store_problem,
         store_answer=answer_name,
         encryption=encryption,
+        driver_problem=driver_problem,
     )
 
 
@@ -217,7 +240,7 @@ def _unreachable(own_report: Mapping[str, Any], reports: Sequence[Mapping[str, A
         try:
             addresses = [(address, port) for address, port in task["addresses"]]
             connect(
-                addresses, _secret_of(task["index"], secret), Deadline.after(_CONNECT_SECONDS * len(addresses))
+                addresses, secret_of(task["index"], secret), Deadline.after(_CONNECT_SECONDS * len(addresses))
             ).close()
         except OSError as error:
             return f"{own_report['host']} cannot reach {task['host']}: {error}".rstrip(".")

@@ -34,6 +34,7 @@ def test_identical_tasks_pass_every_check():
     ("changes", "name", "verdict", "words"),
     [
         ({"unreachable": ("node-a cannot reach node-b: timed out",)}, "network", Verdict.FAIL, "name the network"),
+        ({"driver_problem": "timed out"}, "elastic", Verdict.WARN, "node-b cannot connect to the driver: timed out. S"),
         ({"devices": (), "device_kind": ""}, "devices", Verdict.FAIL, "those on node-b have none"),
         ({"device_kind": "GPU (NVIDIA L4)"}, "devices", Verdict.WARN, "GPU (NVIDIA H100); GPU (NVIDIA L4)"),
         ({"versions": {**VERSIONS, "python": "3.12.1"}}, "versions", Verdict.FAIL, "python 3.11.7 and 3.12.1"),

@@ -6,7 +6,15 @@ from contextlib import closing
 from sparkhvd.rpc.interfaces import Interface
 from sparkhvd.rpc.server import Server
 from sparkhvd.task.host import examination
-from sparkhvd.task.host.examination import _addresses, _IgnoreMessages, _secret_of, _unreachable
+from sparkhvd.task.host.examination import (
+    DRIVER,
+    ExaminationRequest,
+    IgnoreMessages,
+    _addresses,
+    _driver_problem,
+    _unreachable,
+    secret_of,
+)
 from sparkhvd.task.task_info import TaskInfo
 
 SECRET = b"s" * 32
@@ -15,7 +23,7 @@ SECRET = b"s" * 32
 def test_a_host_is_reachable_if_one_of_its_addresses_is():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         closed = listener.getsockname()[1]
-    with closing(Server(_secret_of(1, SECRET), _IgnoreMessages())) as server:
+    with closing(Server(secret_of(1, SECRET), IgnoreMessages())) as server:
         this_task = {"index": 0, "host": "here", "key": "a", "addresses": []}
         other_task = {"index": 1, "host": "there", "key": "b", "addresses": [["127.0.0.1", closed]]}
         (message,) = _unreachable(this_task, [this_task, other_task], SECRET)
@@ -26,6 +34,15 @@ def test_a_host_is_reachable_if_one_of_its_addresses_is():
         assert _unreachable(this_task, [this_task, other_task], SECRET), (
             "the server at this address belongs to another task"
         )
+
+
+def test_a_task_reports_why_it_cannot_connect_to_the_driver():
+    with closing(Server(secret_of(DRIVER, SECRET), IgnoreMessages())) as server:
+        address = ("127.0.0.1", server.port)
+        assert not _driver_problem(ExaminationRequest(SECRET, driver=(address,)))
+        assert "same token" in _driver_problem(ExaminationRequest(b"o" * 32, driver=(address,)))
+    assert _driver_problem(ExaminationRequest(SECRET, driver=(address,))).startswith("No server answered; tried ")
+    assert not _driver_problem(ExaminationRequest(SECRET)), "the driver has no server"
 
 
 def test_a_task_listens_on_the_interface_of_its_rank(monkeypatch):
