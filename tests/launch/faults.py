@@ -14,6 +14,7 @@ import time
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import psutil
@@ -58,7 +59,8 @@ class Fault:
     Attributes:
         how: the fault.
         phase: the phase in which it happens.
-        launcher: the launcher of the ranks; with ``mpi``, Open MPI sees each rank on a separate host.
+        launcher: the launcher of the ranks; with ``mpi``, Open MPI sees each rank on a separate host. ``elastic`` is an
+            elastic job on Spark.
         error: the exception that the driver raises; None if the job must continue.
         words: its message, as a regular expression.
         always: whether every run of the tests injects the fault.
@@ -216,7 +218,8 @@ def _rows() -> list[Fault]:
             (WITH_ROWS, LaunchError, _SILENT_WITH_ROWS),
         )
     ]
-    return [*rows, stopped, again, *with_rows]
+    elastic = _row("driver interrupted", PHASES[2], "elastic", KeyboardInterrupt, "")  # others: ``elastic_faults``
+    return [*rows, stopped, again, *with_rows, elastic]
 
 
 def _row(how: str, phase: str, launcher: str, error: type[BaseException] | None, words: str) -> Fault:
@@ -297,19 +300,21 @@ def inject(fault: Fault, folder: Path, spark: SparkSession | None, num_proc: int
                 stack.enter_context(mock.patch(f"sparkhvd.{where}.SILENT_SECONDS", _START_SECONDS))
         counts = stack.enter_context(calls_of_strangers(folder))
         try:
-            sparkhvd.run(
-                train,
-                (fault.how, fault.phase, str(folder)),
-                launcher=fault.launcher,
-                num_proc=num_proc,
-                env=environment,
-                preload=("tests.launch.faulty_module",) if early and not of_task else (),
-                start_timeout=_BOUNDED.get(fault.how, _LONG) if bounded else _LONG,
-                stdout=io.StringIO(),
-                stderr=io.StringIO(),
-                spark=None if fault.launcher == "local" else spark,
-                rows=spark.range(num_proc, numPartitions=num_proc) if fault.rows and spark is not None else None,
-            )
+            options: dict[str, Any] = {
+                "num_proc": num_proc,
+                "env": environment,
+                "preload": ("tests.launch.faulty_module",) if early and not of_task else (),
+                "start_timeout": _BOUNDED.get(fault.how, _LONG) if bounded else _LONG,
+                "stdout": io.StringIO(),
+                "stderr": io.StringIO(),
+                "spark": None if fault.launcher == "local" else spark,
+            }
+            arguments = (fault.how, fault.phase, str(folder))
+            if fault.launcher == "elastic":
+                sparkhvd.run_elastic(train, arguments, min_num_proc=1, **options)
+            else:
+                rows = spark.range(num_proc, numPartitions=num_proc) if fault.rows and spark is not None else None
+                sparkhvd.run(train, arguments, launcher=fault.launcher, rows=rows, **options)
         except (LaunchError, KeyboardInterrupt) as raised:
             error = raised
         when = folder / "when"

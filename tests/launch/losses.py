@@ -71,6 +71,7 @@ DRIVER_FAULTS = [
         for launcher in LAUNCHERS[1:]
         for phase in PHASES
     ),
+    Fault("driver killed", PHASES[2], "elastic", None, ""),
 ]
 _MARK = "SPARKHVD_TEST_DRIVER"
 # Files of Spark and its JVM, which remove them unless they are killed.

@@ -155,9 +155,13 @@ def train(how: str, phase: str, folder_name: str) -> object:
     """Run a job whose faulty rank goes wrong in a phase."""
     from sparkhvd.comm import session  # noqa: PLC0415
 
-    folder, faulty = Path(folder_name), os.environ["SPARKHVD_RANK"] == os.environ["FAULT_RANK"]
+    folder = Path(folder_name)
+
+    def is_faulty() -> bool:
+        return os.environ.get("SPARKHVD_RANK") == os.environ["FAULT_RANK"]  # elastic ranks have none before init()
+
     note_pid(folder)
-    if phase == "at rendezvous" and faulty:
+    if phase == "at rendezvous" and is_faulty():
         while not (folder / "in init").exists():
             time.sleep(0.01)
         go_wrong(how, folder)
@@ -165,10 +169,10 @@ def train(how: str, phase: str, folder_name: str) -> object:
     session.init()
     for step in range(3):
         session.current().barrier(name=f"step {step}")
-        if phase == "in mid-training" and step == 1 and faulty:
+        if phase == "in mid-training" and step == 1 and is_faulty():
             print("last words", file=sys.stderr, flush=True)
             go_wrong(how, folder)
-    if phase == "at the end" and faulty:
+    if phase == "at the end" and is_faulty():
         return BadResult(how, folder)
     return None
 
