@@ -31,6 +31,7 @@ import sparkhvd
 from sparkhvd import SparkBackend, Store, TorchModel, tune
 from sparkhvd.errors import ConfigError, LaunchError, RankFailedError, SlotsError, StartTimeoutError
 from tests import lines
+from tests.launch import elastic_training
 from tests.scripts import print_results
 from tests.waiting import wait_for
 
@@ -346,6 +347,7 @@ def of_every_run(spark: SparkSession, folder: str) -> dict[str, object]:
         "mpi": error_of(ConfigError, lambda: run(num_proc=1, use_mpi=True)),
         "gpus": sparkhvd.run(devices, num_proc=2, gpus_per_task=1),
         "slots for GPUs": error_of(SlotsError, lambda: run(num_proc=2, gpus_per_task=2, start_timeout=3)),
+        "elastic": elastic(Path(folder)),
     }
     spark.conf.set("spark.sql.leafNodeDefaultParallelism", "7")
     results["hidden cores"] = error_of(SlotsError, run)
@@ -363,6 +365,16 @@ def of_every_run(spark: SparkSession, folder: str) -> dict[str, object]:
     results["doubled"] = doubled(spark)
     results["predictions"] = predictions_in_plan(spark)
     return results
+
+
+def elastic(folder: Path) -> list[object]:
+    """Return ranks, sizes, and whether each step counted once, of a job that loses rank 0 and gets another rank."""
+    logs = folder / "elastic"
+    logs.mkdir()
+    arguments = (10, str(logs), {(5, 0, 2): "kill"}, (2, 1, 2))
+    limits = {"start_timeout": 120, "elastic_timeout": 120, "cooldown_range": (0.5, 5)}
+    results = sparkhvd.run_elastic(elastic_training.train, arguments, num_proc=2, min_num_proc=1, **limits)
+    return [[rank, size, total == sum(range(1, step + 1))] for step, total, rank, size, *_ in results]
 
 
 def of_thorough_runs(spark: SparkSession) -> dict[str, object]:

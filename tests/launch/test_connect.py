@@ -37,6 +37,7 @@ def test_run_fit_and_transform_work_through_a_spark_connect_server(tmp_path):
     assert "num_proc=3 is more than the 2 slots of the cluster" in results["slots"]
     assert "a Spark Connect client is not such a driver. Use launcher='barrier'" in results["mpi"]
     assert sorted(results["gpus"]) == [["0"], ["1"]]
+    assert results["elastic"] == [[0, 2, True], [1, 2, True]]
     assert "is more than the 1 slot of the cluster" in results["slots for GPUs"]
     assert "spark.task.cpus=1, 2 GPUs per task" in results["slots for GPUs"]
     assert "spark.sql.leafNodeDefaultParallelism=7 of this cluster overrides. Set num" in results["hidden cores"]
