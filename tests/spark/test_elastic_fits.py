@@ -14,6 +14,7 @@ import torch
 import torchmetrics
 
 from sparkhvd import Checkpoints, KerasEstimator, LightningEstimator, SparkBackend, TorchEstimator
+from sparkhvd.comm import session
 from sparkhvd.errors import ConfigError, ParamError, RankFailedError
 from sparkhvd.estimators.torch import TorchCallback
 from sparkhvd.store import Store
@@ -339,6 +340,88 @@ def test_ranks_in_spark_tasks_are_replaced(fit, spark, tmp_path):
     assert len(list(tmp_path.glob("killed-*"))) == 1
     assert [entry["sizes"][0] for entry in fitted.getHistory()][:2] == [2, 2]
     assert not spark.sparkContext.statusTracker().getActiveJobsIds()
+
+
+def lightning_estimator_that_loses_rank_1(folder: Path, common):
+    import lightning.pytorch as lightning  # noqa: PLC0415
+
+    class Losing(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.network = torch_network()
+
+        def forward(self, rows):
+            return self.network(rows)
+
+        def training_step(self, batch, batch_idx):
+            if (self.current_epoch, batch_idx, os.environ["SPARKHVD_RANK"]) == (1, 6, "1"):
+                kill_once(folder)
+            return self.network(batch["id"]).mean()
+
+        def configure_optimizers(self):
+            return SignSGD(self.parameters(), lr=1.0)
+
+    class Log(lightning.Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            log_step(folder, trainer.current_epoch, batch_idx)
+
+    return LightningEstimator(model=Losing(), callbacks=[Log()], **common)
+
+
+def keras_estimator_that_loses_rank_1(folder: Path, common):
+    import keras  # noqa: PLC0415
+
+    class Lose(keras.callbacks.Callback):
+        epoch = 0
+
+        def on_epoch_begin(self, epoch, logs=None):
+            self.epoch = epoch
+
+        def on_train_batch_end(self, batch, logs=None):
+            log_step(folder, self.epoch, batch)
+            if (self.epoch, batch, os.environ["SPARKHVD_RANK"]) == (1, 5, "1"):
+                # The graph of TensorFlow calls this method in every step, before it updates the weights.
+                session.current().allreduce_async = lambda *_, **__: kill_once(folder)
+
+    def mean_output(label, output):
+        return keras.ops.sum(output, axis=-1)
+
+    table = keras.layers.Embedding(ROWS, 1, embeddings_initializer="zeros")
+    model = keras.Sequential([keras.Input((1,), dtype="int64"), table, keras.layers.Flatten()])
+    optimizer = keras.optimizers.SGD(1024.0, clipvalue=1 / 1024)
+    return KerasEstimator(model=model, optimizer=optimizer, loss=mean_output, callbacks=[Lose()], **common)
+
+
+def kill_once(folder: Path) -> None:
+    if not (folder / "killed-0").exists():
+        (folder / "killed-0").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def log_step(folder: Path, epoch: int, step: int) -> None:
+    """Log a step, and make it so long that the ranks exchange their metrics in every step."""
+    time.sleep(0.06)
+    with (folder / f"steps-{os.getpid()}").open("a", encoding="utf-8") as file:
+        file.write(f"{epoch} {step}\n")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("make", [keras_estimator_that_loses_rank_1, lightning_estimator_that_loses_rank_1])
+def test_survivors_in_spark_tasks_continue_from_the_last_complete_step(spark, tmp_path, make):
+    common = {"feature_cols": ["id"], "label_cols": ["y"], "batch_size": 5, "epochs": 2, "random_seed": 3}
+    common |= {"store": Store.create(str(tmp_path / "store")), "verbose": 0}
+    common |= {"num_proc": 2, "min_num_proc": 1, "elastic_timeout": 120}
+    fitted = make(tmp_path, common).fit(spark.range(ROWS).selectExpr("id", "0.0D y"))
+    assert (tmp_path / "killed-0").exists()
+    assert uses(fitted) == [2] * ROWS
+    sizes = [entry["sizes"] for entry in fitted.getHistory()]
+    assert (sizes[0], sizes[1][:2]) == ([2], [2, 1]), "the history shows the loss"
+    logs = [path.read_text().splitlines() for path in tmp_path.glob("steps-*")]
+    survivor = max(logs, key=len)
+    assert survivor == [f"{epoch} {step}" for epoch in range(2) for step in range(ROWS // 10)], "no step is repeated"
+    # Every row has lost 1 per epoch, as without the loss of a rank.
+    means = [entry["train"]["loss"] for entry in fitted.getHistory()]
+    assert means == pytest.approx([-float(epoch) for epoch in range(2)])
 
 
 def test_a_fit_continues_from_its_store_after_all_ranks_were_lost(fit):
