@@ -14,9 +14,17 @@ from sparkhvd._util.keras_layers import variables_of_layers
 from sparkhvd.comm import session
 from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.comm.process_sets import ProcessSet, exchanges_with
-from sparkhvd.errors import ConfigError
+from sparkhvd.errors import ConfigError, UnsupportedError
 from sparkhvd.keras.batches import BatchWeight, GradientAccumulation
-from sparkhvd.keras.exchange import Exchange, gradient_exchange, is_overwritten, maximum_exchange, scaled, set_size
+from sparkhvd.keras.exchange import (
+    Exchange,
+    gradient_exchange,
+    is_overwritten,
+    maximum_exchange,
+    scaled,
+    set_size,
+    supported_backend,
+)
 from sparkhvd.keras.loss_scaling import make_ranks_skip_together
 
 
@@ -79,6 +87,13 @@ class _LocalVariables:
         return self.passes / set_size(self.process_set)
 
 
+class _Variables(list[Any]):
+    """A list that may be called: ``optimizer.variables`` was a method before Keras 3."""
+
+    def __call__(self) -> list[Any]:
+        return self
+
+
 class ExchangingOptimizer:
     """A mixin that ``DistributedOptimizer`` adds to the class of the optimizer that it wraps.
 
@@ -93,6 +108,8 @@ class ExchangingOptimizer:
     _sum_over_ranks: Exchange
     _maximum_of_ranks: Exchange
     _applied_to: Sequence[Any]  # the variables of the gradients that are being applied
+    _computed: Sequence[Any]  # the gradients that _compute_gradients has exchanged
+    _applies_computed: bool  # whether these are being applied
     _weight: BatchWeight | None
     _accumulation: GradientAccumulation | None
 
@@ -110,6 +127,8 @@ class ExchangingOptimizer:
         # object.__setattr__ bypasses Keras' tracking of attributes, which is for variables and layers.
         object.__setattr__(self, "_weight", None)
         object.__setattr__(self, "_accumulation", None)
+        object.__setattr__(self, "_computed", ())
+        object.__setattr__(self, "_applies_computed", False)
 
     def __copy__(self) -> Self:
         """Return an optimizer that exchanges gradients with the same settings, and is not built yet."""
@@ -203,14 +222,53 @@ class ExchangingOptimizer:
         ]
         return [slot[index] for slot in slots for index in indices]
 
+    @property
+    def variables(self) -> list[Any]:
+        """The variables of the optimizer, which programs for Horovod also read as ``variables()``."""
+        return _Variables(super().variables)  # type: ignore[misc]  # a property of the optimizer's own class
+
     def scale_loss(self, loss: Any) -> Any:
         """Weight the loss, so that gradients that a layer exchanges in its backward pass are weighted, too."""
         if self._weight is not None:
             loss = self._weight.weighted_loss(loss)
         return super().scale_loss(loss)  # type: ignore[misc]  # a method of the optimizer's own class
 
+    def compute_gradients(self, loss: Any, var_list: Any, tape: Any = None) -> list[tuple[Any, Any]]:
+        """Return pairs of a gradient and its variable, as the optimizers of Keras 2 do; TensorFlow backend only.
+
+        The gradients are those of all ranks, and ``apply_gradients`` does not exchange them again. With accumulated
+        batches or ``op=Adasum`` they are those of this rank, because ``apply_gradients`` exchanges the accumulated
+        gradients or the steps.
+
+        Args:
+            loss: a function that returns the loss, or a tensor that ``tape`` has recorded.
+            var_list: the variables, which may be nested, or a function that returns them.
+            tape: the tape to use, or None to record ``loss``.
+        """
+        return self._compute_gradients(loss, var_list, None, tape)
+
+    def _compute_gradients(
+        self, loss: Any, var_list: Any, grad_loss: Any = None, tape: Any = None
+    ) -> list[tuple[Any, Any]]:
+        """Return the same as ``compute_gradients``, with factors for the loss; programs for Horovod call it."""
+        if supported_backend() != "tensorflow":
+            raise UnsupportedError(
+                "compute_gradients needs Keras' TensorFlow backend. On other backends, pass the gradients to apply."
+            )
+        from sparkhvd.tensorflow.gradients import gradients_of  # noqa: PLC0415  (only the backend in use is imported)
+
+        gradients, variables = gradients_of(loss, var_list, grad_loss, tape)
+        if self._settings.backward_passes_per_step == 1 and self._settings.op != ReduceOp.ADASUM:
+            gradients = self._combined(gradients, self._are_local(variables), self._exchange)
+            object.__setattr__(self, "_computed", tuple(gradients))
+        return list(zip(gradients, variables, strict=True))
+
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
         """Apply the gradients of all ranks."""
+        grads = list(grads)
+        computed = {id(gradient) for gradient in self._computed}
+        object.__setattr__(self, "_applies_computed", bool(computed) and computed.issuperset(map(id, grads)))
+        object.__setattr__(self, "_computed", ())
         if self._weight is not None:
             variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)  # type: ignore[attr-defined]
             grads, trainable_variables = self._weight.weighted_gradients(grads, variables), variables
@@ -267,20 +325,27 @@ class ExchangingOptimizer:
         # Keras calls this on the gradients of every step, after accumulation and before any other use of them. So
         # clipping sees the gradients that one process would see.
         clip = super()._clip_gradients  # type: ignore[misc]
-        if not self._local.variables:
-            return clip(self._exchanged(grads, self._applied_to))
-        is_local = [id(variable) in self._local.variables for variable in self._applied_to]
+        is_local = self._are_local(self._applied_to)
+        if not self._applies_computed:
+            grads = self._combined(grads, is_local, lambda values: self._exchanged(values, self._applied_to))
+        if not any(is_local):
+            return clip(grads)
         # Shared and local gradients are clipped separately: a norm over both would differ between the ranks, and so
         # would the shared gradients.
-        shared_pairs = [
-            (grad, variable) for grad, variable, own in zip(grads, self._applied_to, is_local, strict=True) if not own
-        ]
-        shared = iter(
-            clip(self._exchanged([grad for grad, _ in shared_pairs], [variable for _, variable in shared_pairs]))
-        )
-        factor = self._local.factor()
-        local = iter(clip([scaled(grad, factor) for grad, own in zip(grads, is_local, strict=True) if own]))
+        shared = iter(clip([grad for grad, own in zip(grads, is_local, strict=True) if not own]))
+        local = iter(clip([grad for grad, own in zip(grads, is_local, strict=True) if own]))
         return [next(local if own else shared) for own in is_local]
+
+    def _combined(self, grads: Sequence[Any], is_local: Sequence[bool], exchange: Exchange) -> list[Any]:
+        """Exchange the gradients of shared variables, and scale those of local variables."""
+        combined = exchange([None if own else grad for grad, own in zip(grads, is_local, strict=True)])
+        factor = self._local.factor() if any(is_local) else 1
+        return [
+            scaled(grad, factor) if own else shared for grad, shared, own in zip(grads, combined, is_local, strict=True)
+        ]
+
+    def _are_local(self, variables: Sequence[Any]) -> list[bool]:
+        return [id(variable) in self._local.variables for variable in variables]
 
 
 class DeltaOptimizer(ExchangingOptimizer):

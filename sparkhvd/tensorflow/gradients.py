@@ -180,6 +180,31 @@ def PartialDistributedGradientTape(  # noqa: N802  the name is Horovod's
     return tape
 
 
+def gradients_of(
+    loss: Any, variables: Any, output_gradients: Any = None, tape: tf.GradientTape | None = None
+) -> tuple[list[Any], list[Any]]:
+    """Return this rank's gradients of a loss, and the variables that they belong to, without a nesting.
+
+    Args:
+        loss: a function that returns the loss, or a tensor that ``tape`` has recorded.
+        variables: the variables, which may be nested, or a function that returns them.
+        output_gradients: factors of the loss, or None.
+        tape: the tape to use, or None to record ``loss``.
+
+    Raises:
+        ConfigError: the loss is a tensor, and there is no tape.
+    """
+    if callable(loss):
+        with tape or tf.GradientTape() as tape:  # noqa: PLR1704
+            if not callable(variables):
+                tape.watch(tf.nest.flatten(variables))
+            loss = loss()
+    elif tape is None:
+        raise ConfigError("The gradients of a tensor need the tape that recorded it. Pass tape, or loss as a function.")
+    flat = tf.nest.flatten(variables() if callable(variables) else variables)
+    return tape.gradient(loss, flat, output_gradients), flat
+
+
 def _key(source: Any) -> int:
     """Identify a variable; a Keras variable and the TensorFlow variable inside it have the same key."""
     return id(getattr(source, "handle", source))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import sparkhvd.keras as hvd
-from sparkhvd.errors import ConfigError
+from sparkhvd.errors import ConfigError, UnsupportedError
 from tests.unit.keras.networks import fitted, network, ranks_with, rows
 
 
@@ -41,6 +41,38 @@ def compress():
         assert not np.array_equal(one, other)
         np.testing.assert_allclose(one, other, atol=0.02)
     return packed.get_weights()
+
+
+def compute_and_apply():
+    """Compute gradients and apply them in two calls, as custom training loops for Keras 2 do."""
+    if keras.config.backend() == "torch":
+        with pytest.raises(UnsupportedError, match="needs Keras' TensorFlow backend"):
+            hvd.DistributedOptimizer(keras.optimizers.SGD(1.0)).compute_gradients(None, None)
+        return "refused"
+    import tensorflow as tf  # noqa: PLC0415  (the other backend does not need it)
+
+    shared, local = tf.Variable(2.0), tf.Variable(2.0)
+
+    def train(passes, **options):
+        optimizer = hvd.DistributedOptimizer(
+            keras.optimizers.SGD(1.0), op=hvd.Sum, backward_passes_per_step=passes, **options
+        )
+        optimizer.register_local_var(local)
+        for _ in range(passes):
+            pairs = optimizer._compute_gradients(
+                lambda: (1.0 + hvd.rank()) * (shared + local), [[shared], local], tf.constant(2.0)
+            )
+            optimizer.apply_gradients(pairs)
+        return optimizer, [float(gradient) for gradient, _ in pairs], [float(shared), float(local)]
+
+    optimizer, *once = train(1)
+    optimizer.apply_gradients([(tf.constant(1.0), shared)])  # not the result of the call above
+    again = float(shared)
+    assert [variable.name for variable in optimizer.variables()] == ["iteration", "learning_rate"]
+    _, *accumulated = train(2)
+    with pytest.raises(ConfigError, match="need the tape that recorded it"):
+        optimizer.compute_gradients(tf.constant(1.0), [shared])
+    return [*once, again, *accumulated]
 
 
 @contextmanager
@@ -251,6 +283,15 @@ def test_adasum_combines_the_steps_of_the_ranks(group):
 def test_adasum_combines_steps_from_the_gradients_of_several_batches(group):
     passes = {"backward_passes_per_step": 3, "average_aggregated_gradients": True}
     group.run(combine_steps_with_adasum, "SGD", passes)
+
+
+def test_gradients_are_exchanged_once_if_they_are_computed_and_applied_in_two_calls(group):
+    on_tensorflow = [
+        # the local gradient is twice the rank's own factor, divided by the number of ranks
+        [[6.0, own], [-4.0, 2.0 - own], -6.0, [2 * own, 2 * own], [-18.0, 2.0 - 3 * own]]
+        for own in (1.0, 2.0)
+    ]
+    assert group.run(compute_and_apply) in (on_tensorflow, ["refused"] * 2)
 
 
 def test_gradients_may_be_compressed(group):
