@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from horovod.spark.common.estimator import HorovodParams
 from horovod.spark.common.model import SubclassableModel
 from horovod.spark.lightning.lightning_1 import restore_names
@@ -23,3 +25,10 @@ class TorchEstimator(HorovodParams, _ours.LightningEstimator):
 
     model_class = TorchModel
     plugin = "horovod.spark.lightning.plugin:PLUGIN"
+
+    def setParams(self, **values: Any) -> Any:  # noqa: N802  (pyspark's name)
+        """Set several parameters by keyword; ``profiler`` becomes an argument of the Trainer."""
+        profiler = values.pop("profiler", None)
+        if profiler is not None:
+            values["trainer_args"] = {**(values.get("trainer_args", self.getTrainerArgs()) or {}), "profiler": profiler}
+        return super().setParams(**values)

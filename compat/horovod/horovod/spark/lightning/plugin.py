@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from horovod.spark.lightning.lightning_1 import with_epoch_end_methods
+from collections.abc import Mapping
+
+from horovod.spark.lightning.lightning_1 import refuse_removed_steps, with_lightning_1_hooks
+from sparkhvd.data.read.batches import Arrays
+from sparkhvd.data.schema.data_schema import DataSchema
 from sparkhvd.estimators.lightning.plugin import LightningPlugin, unpack
 from sparkhvd.estimators.lightning.trainer import LightningTrainer
 from sparkhvd.estimators.plugin import TrainSpec
@@ -12,9 +16,14 @@ from sparkhvd.world import World
 class HorovodPlugin(LightningPlugin):
     """Trains modules with the hooks of Lightning 1, too."""
 
+    def check(self, params: Mapping[str, object], schema: DataSchema, rows: Arrays | None) -> list[tuple[int, ...]]:
+        """See ``LightningPlugin.check``; refuses steps of Lightning 1 that Lightning 2 does not call."""
+        refuse_removed_steps(params["model"])
+        return super().check(params, schema, rows)
+
     def trainer(self, payload: bytes, spec: TrainSpec, world: World) -> LightningTrainer:
         """Return the trainer of one rank."""
-        return LightningTrainer(with_epoch_end_methods(unpack(payload)), spec, world)
+        return LightningTrainer(with_lightning_1_hooks(unpack(payload)), spec, world)
 
 
 PLUGIN = HorovodPlugin()
