@@ -54,15 +54,19 @@ class ProcessSet:
         ranks_or_comm: ranks of the job, or an ``mpi4py`` communicator: the set is then the ranks that hold it. Ranks
             may pass different communicators, such as those of ``Split``; each becomes a set.
 
+    Attributes:
+        mpi_comm: the communicator; None for a set made from ranks. The set of all ranks has the communicator that was
+            passed to ``init(comm=...)``.
+
     Raises:
         ConfigError: there are no ranks, one of them appears twice, or one is not an integer.
     """
 
     def __init__(self, ranks_or_comm: Iterable[int] | MpiCommunicator) -> None:
-        self._communicator: MpiCommunicator | None = None
+        self.mpi_comm: MpiCommunicator | None = None
         self._requested_ranks: tuple[int, ...] = ()
         if isinstance(ranks_or_comm, MpiCommunicator):
-            self._communicator = ranks_or_comm
+            self.mpi_comm = ranks_or_comm
         else:
             entries = list(ranks_or_comm)
             try:
@@ -89,7 +93,7 @@ class ProcessSet:
     @property
     def given_ranks(self) -> tuple[int, ...] | None:
         """Return the ranks with which the set was made, ascending; None if an MPI communicator provides them."""
-        return self._requested_ranks if self._communicator is None else None
+        return self._requested_ranks if self.mpi_comm is None else None
 
     def size(self) -> int:
         """Return the number of ranks in the set."""
@@ -117,9 +121,9 @@ class ProcessSet:
 
     def proposal(self, own_rank: int) -> Proposal:
         """Return the proposal of rank ``own_rank``; collective among the members of an MPI communicator."""
-        if self._communicator is None:
+        if self.mpi_comm is None:
             return Proposal(self._requested_ranks)
-        return Proposal(tuple(sorted(self._communicator.allgather(own_rank))) if self._communicator else (), split=True)
+        return Proposal(tuple(sorted(self.mpi_comm.allgather(own_rank))) if self.mpi_comm else (), split=True)
 
     def _require_registration(self) -> RegisteredSet:
         if self._registration is None:

@@ -184,6 +184,7 @@ def init(
             communicator, server = _connect_with_retries(comm, ranks, sets)
         _session.communicator = communicator
         _session.everybody.register(communicator.everybody)
+        _session.everybody.mpi_comm = None if isinstance(comm, Sequence) else comm
         _session.server = server
         if not _session.watches_forks:
             _session.watches_forks = True

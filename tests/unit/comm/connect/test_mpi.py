@@ -111,8 +111,8 @@ def test_parts_of_mpis_world_become_separate_jobs(tmp_path):
     """Pass a communicator, then ranks in another order, then nothing, without a shutdown at the end."""
     script = """
         found = []
-        session.init(world.Split(world.rank % 2))
-        found.append([session.rank(), session.size(), total(world.rank)])
+        session.init(half := world.Split(world.rank % 2))
+        found.append([session.rank(), session.size(), total(world.rank), session.global_process_set.mpi_comm is half])
         session.shutdown()
         if world.rank != 1:
             session.init(comm=[3, 0, 2])
@@ -131,10 +131,10 @@ def test_parts_of_mpis_world_become_separate_jobs(tmp_path):
     """
     first, second, third, fourth = run_by_mpi(tmp_path, 4, script)
     refusal = "Rank 0 is not in comm=[1]; only those ranks may call init()."
-    assert first == [[0, 2, 2.0], [1, 3, 5.0], refusal, 1, 6.0]
-    assert second == [[0, 2, 4.0], refusal.replace("[1]", "[2]").replace("Rank 0", "Rank 1"), 1, 6.0]
-    assert third[:2] == [[1, 2, 2.0], [2, 3, 5.0]]
-    assert fourth[:2] == [[1, 2, 4.0], [0, 3, 5.0]]
+    assert first == [[0, 2, 2.0, True], [1, 3, 5.0], refusal, 1, 6.0]
+    assert second == [[0, 2, 4.0, True], refusal.replace("[1]", "[2]").replace("Rank 0", "Rank 1"), 1, 6.0]
+    assert third[:2] == [[1, 2, 2.0, True], [2, 3, 5.0]]
+    assert fourth[:2] == [[1, 2, 4.0, True], [0, 3, 5.0]]
 
 
 @needs_mpirun
@@ -147,11 +147,16 @@ def test_process_sets_are_made_from_communicators_of_mpi(tmp_path):
         again = ProcessSet(communicator)
         session.init(process_sets=[again])
         own = session.current().allreduce(np.array([world.rank + 1.0]), ReduceOp.SUM, process_set=halves).item()
-        report([again.ranks, halves.rank(), own, total(world.rank), again.process_set_id == halves.process_set_id])
+        same = again.process_set_id == halves.process_set_id and halves.mpi_comm is communicator
+        report([again.ranks, halves.rank(), own, total(world.rank), same, session.global_process_set.mpi_comm])
         session.shutdown()
     """
     found = run_by_mpi(tmp_path, 3, script)
-    assert found == [[[0, 2], 0, 4.0, 3.0, True], [[1], 0, 2.0, 3.0, True], [[0, 2], 1, 4.0, 3.0, True]]
+    assert found == [
+        [[0, 2], 0, 4.0, 3.0, True, None],
+        [[1], 0, 2.0, 3.0, True, None],
+        [[0, 2], 1, 4.0, 3.0, True, None],
+    ]
 
 
 @needs_mpirun
