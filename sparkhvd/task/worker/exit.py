@@ -71,11 +71,13 @@ def kill_session(session: int) -> None:
 def end_process(code: int) -> NoReturn:
     """End this process as ``multiprocessing`` ends its processes: without freeing all objects.
 
-    This runs the exit handlers and flushes the open files. Freeing the objects of a framework takes longer than a small
-    training, because a process that was forked has to copy their memory first.
+    This runs the exit handlers, collects garbage, such as an unreachable writer that flushes when it is destroyed, and
+    flushes the open files. Freeing the objects of a framework takes longer than a small training, because a process
+    that was forked has to copy their memory first.
     """
     threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001 - waits for the threads that are not daemons
     atexit._run_exitfuncs()  # noqa: SLF001
+    gc.collect()
     flush_output()
     for one in gc.get_objects():
         with suppress(Exception):  # a closed file

@@ -10,8 +10,10 @@ import atexit, ctypes, sys, threading
 from sparkhvd.task.worker.exit import end_process
 
 class Destroyed:
+    def __init__(self, name):
+        self.name, self.itself = name, self
     def __del__(self):
-        print("destroyed", flush=True)
+        print(self.name, "destroyed", flush=True)
 
 def finish():
     threading.main_thread().join()
@@ -20,7 +22,8 @@ def finish():
 text, binary = open(sys.argv[1], "w"), open(sys.argv[2], "wb")
 text.write("text")
 binary.write(b"binary")
-destroyed = Destroyed()
+reachable, garbage = Destroyed("reachable"), Destroyed("garbage")
+del garbage
 threading.Thread(target=finish).start()
 atexit.register(print, "exit handler")
 ctypes.CDLL(None).printf(b"C\\n")
@@ -33,5 +36,5 @@ def test_a_worker_ends_with_its_exit_handlers_and_flushes_its_files_but_frees_no
     files = [tmp_path / "text", tmp_path / "binary"]
     ended = subprocess.run([sys.executable, "-c", PROGRAM, *files], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (3, "")
-    assert ended.stdout == "thread\nexit handler\nC\n"
+    assert ended.stdout == "thread\nexit handler\ngarbage destroyed\nC\n"
     assert [file.read_text() for file in files] == ["text", "binary"]
