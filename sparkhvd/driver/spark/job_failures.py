@@ -23,8 +23,11 @@ _CANCELLED = re.compile(
     r"(?:\[(?:SPARK_JOB_CANCELLED|OPERATION_CANCELED)\] |SparkException: (?=Job \d+ cancelled because SparkContext ))"
     r"([^\n]*?)\.?(?: SQLSTATE: \w+)?(?:\n|$)"
 )
-# Errors that Spark's driver raises while it stops.
-_STOPPED = re.compile(r"dagScheduler\(\)\" is null|Cannot call methods on a stopped SparkContext")
+# Errors that Spark's driver and PySpark raise while the session stops; the last one even if the job itself has ended.
+_STOPPED = re.compile(
+    r"dagScheduler\(\)\" is null|Cannot call methods on a stopped SparkContext|"
+    r"'NoneType' object has no attribute 'setCallSite'"
+)
 _TOO_FEW_SLOTS = "[SPARK-24819]"
 _CRASHED = "Python worker exited unexpectedly"
 

@@ -110,7 +110,8 @@ def test_a_stopped_session_is_the_cause_even_if_pyspark_fails_afterwards():
     stopped = RuntimeError('Cannot invoke "x.DAGScheduler.y(long)" because "SparkContext.dagScheduler()" is null')
     masked = AttributeError("'NoneType' object has no attribute 'setCallSite'")
     masked.__context__ = stopped
-    for error in (stopped, masked):
+    ended = AttributeError("'NoneType' object has no attribute 'setCallSite'")
+    for error in (stopped, masked, ended):
         assert spark_failure(error).startswith(
             "Spark aborted the job: it was cancelled (the Spark session was stopped)."
         )
