@@ -1,6 +1,6 @@
 # Requires Python 3.11 to 3.13 and a C++ compiler; `make` fetches everything else into .venv.
 .DEFAULT_GOAL := help
-.PHONY: help quickstart check test test-core test-python test-petastorm test-matrix test-oldest wheels test-gpu lint lint-python lint-types lint-imports lint-cpp bench soak docs clean
+.PHONY: help quickstart check test test-core test-python test-petastorm test-matrix test-oldest wheels test-gpu test-arm lint lint-python lint-types lint-imports lint-cpp bench soak docs clean
 .DELETE_ON_ERROR:
 
 RUN := tools/in-environment
@@ -88,6 +88,9 @@ wheels: .venv/.build-tools ## Build an sdist and manylinux wheels into dist/
 test-gpu: .venv/.core-built ## Run tests on this machine's GPUs and compare NCCL with torch.distributed; skipped without a GPU
 	@$(RUN) tools/test-gpu
 
+test-arm: .venv/.build-tools ## Run the C++ tests as programs for 64-bit Arm, emulated by QEMU; skipped without a cross compiler
+	@$(RUN) tools/core-tests arm
+
 lint: lint-python lint-types lint-imports lint-cpp ## Check formatting, lint, types and layers
 
 lint-python: .venv/.installed
@@ -124,6 +127,7 @@ soak: .venv/.core-built ## Run the endurance tests, such as kills and fuzzing, a
 	@$(RUN) tools/core-tests release
 	@$(RUN) tools/core-tests asan
 	@$(RUN) tools/core-tests tsan
+	@$(RUN) tools/core-tests arm
 	@SPARKHVD_TEST_SLOWNESS=1 $(RUN) python -m bench.soak
 
 docs: .venv/.installed ## Build the documentation into site/, with warnings as errors

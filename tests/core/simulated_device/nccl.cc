@@ -56,6 +56,12 @@ size_t SizeOf(int type) {
   }
 }
 
+#if defined(__aarch64__)
+using Float16 = __fp16;  // before version 13, GCC has no _Float16 here
+#else
+using Float16 = _Float16;
+#endif
+
 struct Bfloat16 {
   uint16_t bits;
   explicit Bfloat16(double value) : bits(0) {
@@ -110,7 +116,7 @@ std::vector<char> Reduced(const std::vector<const char*>& sources, const Part& p
   using Reducer = void (*)(const std::vector<const char*>&, char*, size_t, int);
   const std::map<int, Reducer> reducers = {
       {kInt8, Reduce<int8_t>},    {kUint8, Reduce<uint8_t>},     {kInt32, Reduce<int32_t>},
-      {kInt64, Reduce<int64_t>},  {kFloat16, Reduce<_Float16>},  {kFloat32, Reduce<float>},
+      {kInt64, Reduce<int64_t>},  {kFloat16, Reduce<Float16>},   {kFloat32, Reduce<float>},
       {kFloat64, Reduce<double>}, {kBfloat16, Reduce<Bfloat16>},
   };
   reducers.at(part.type)(sources, result.data(), count, part.op);
