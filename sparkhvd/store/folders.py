@@ -10,7 +10,8 @@ from sparkhvd.errors import StoreError
 
 # The suffix of names of unfinished files; such names also start with a dot.
 UNFINISHED = ".unfinished"
-# A writer finishes a file, or writes to it again, within this time; an older unfinished file is of a killed writer.
+# A writer finishes a file, or writes to it again, within this time; an older unfinished file belongs to a killed
+# writer.
 LEFTOVER_SECONDS = 24 * 3600
 
 _RUNS = "runs"

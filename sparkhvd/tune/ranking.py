@@ -17,8 +17,8 @@ CONSTRAINTS = "constraints"
 def best_trials(trials: Iterable[optuna.trial.FrozenTrial], signs: Sequence[int]) -> list[optuna.trial.FrozenTrial]:
     """Return the best completed trial of a search; with several metrics, the trials that no other trial dominates.
 
-    A trial dominates another if none of its metrics is worse and one is better. Of equal trials, the first counts. As
-    for Optuna, a trial that violates a constraint is none of the best.
+    A trial dominates another if none of its metrics is worse and one is better. Of equal trials, only the first is
+    returned. As in Optuna, a trial that violates a constraint is never among the best.
 
     Args:
         trials: all trials of the study, by number.
