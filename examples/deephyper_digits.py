@@ -59,6 +59,7 @@ def evaluate(job: RunningJob, epochs: int) -> dict[str, object] | str:
     try:
         ranks = sparkhvd.run(train, (dict(job.parameters), epochs), num_proc=RANKS, launcher="local")
     except SparkHvdError as error:
+        print(f"An evaluation failed: {error}", flush=True)
         return f"F_{type(error).__name__}"  # DeepHyper's mark of a point that failed
     loss, accuracy = ranks[0]
     if not math.isfinite(loss):

@@ -7,7 +7,7 @@ import importlib
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ExtensionFileLoader, ModuleSpec
 from itertools import accumulate
 from pathlib import Path
 
@@ -38,12 +38,15 @@ def find_modules(modules: Mapping[str, str]) -> Findings:
 
 
 def locate(name: str) -> ModuleSpec | None:
-    """Find a module on the import path without importing it or its packages; None if it does not exist."""
+    """Find a module on the import path without importing it or its packages; None if it does not exist.
+
+    For a module that a compiled module may create when it is imported, return the compiled module.
+    """
     path, spec = None, None
     for part in accumulate(name.split("."), "{}.{}".format):
-        spec = _find(part, path)
+        package, spec = spec, _find(part, path)
         if spec is None:
-            return None
+            return package if isinstance(getattr(package, "loader", None), ExtensionFileLoader) else None
         # The locations of a nested namespace package cannot be listed before its parent is imported.
         locations = spec.submodule_search_locations
         path = list(getattr(locations, "_path", locations) or ())

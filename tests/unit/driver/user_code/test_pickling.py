@@ -322,6 +322,20 @@ def test_a_module_with_different_content_is_not_importable(project, tmp_path):
     assert importable_here({deep.name: "other", "ours.nowhere": deep.digest}) == set()
 
 
+def test_a_module_that_a_compiled_module_creates_is_importable_where_the_compiled_one_is(project, tmp_path):
+    from sparkhvd import _core  # noqa: PLC0415 - any compiled module
+
+    target = tmp_path / Path(_core.__file__).name.replace("_core", "fast")
+    target.write_bytes(b"compiled")
+    created = type(sys)("fast.part")
+    created.__file__ = str(target)  # as pybind11 sets it
+    sys.modules["fast.part"] = created
+    part = user_module("fast.part")
+    assert importable_here({part.name: part.digest}) == {"fast.part"}
+    target.write_bytes(b"another version")
+    assert importable_here({part.name: part.digest}) == set()
+
+
 def test_a_compiled_module_that_others_cannot_import_is_refused(project, tmp_path):
     import math  # noqa: PLC0415
 
