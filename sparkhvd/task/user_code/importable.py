@@ -42,11 +42,12 @@ def locate(name: str) -> ModuleSpec | None:
 
     For a module that a compiled module may create when it is imported, return the compiled module.
     """
-    path, spec = None, None
+    path: list[str] | None = None
+    spec: ModuleSpec | None = None
     for part in accumulate(name.split("."), "{}.{}".format):
-        package, spec = spec, _find(part, path)
+        parent, spec = spec, _find(part, path)
         if spec is None:
-            return package if isinstance(getattr(package, "loader", None), ExtensionFileLoader) else None
+            return parent if isinstance(getattr(parent, "loader", None), ExtensionFileLoader) else None
         # The locations of a nested namespace package cannot be listed before its parent is imported.
         locations = spec.submodule_search_locations
         path = list(getattr(locations, "_path", locations) or ())
