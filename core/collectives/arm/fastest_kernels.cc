@@ -30,36 +30,34 @@ void Store(std::byte* data, Widened values) {
   std::memcpy(data, &bits, sizeof(bits));
 }
 
-template <typename Op>
-void CombineHalves(std::byte* target, const std::byte* left, const std::byte* right, size_t count) {
-  size_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) {
-    const Widened a = Load(left + 2 * i);
-    const Widened b = Load(right + 2 * i);
-    Store(target + 2 * i, {Op::Apply(a.first, b.first), Op::Apply(a.second, b.second)});
+template <typename T>
+struct Halves {
+  template <typename Op>
+  static void Combine(std::byte* target, const std::byte* left, const std::byte* right,
+                      size_t count) {
+    size_t i = 0;
+    for (; i + kLanes <= count; i += kLanes) {
+      const Widened a = Load(left + 2 * i);
+      const Widened b = Load(right + 2 * i);
+      Store(target + 2 * i, {Op::Apply(a.first, b.first), Op::Apply(a.second, b.second)});
+    }
+    loops::CombineAll<T, Op>(target + 2 * i, left + 2 * i, right + 2 * i, count - i);
   }
-  loops::CombineAll<loops::Float16, Op>(target + 2 * i, left + 2 * i, right + 2 * i, count - i);
-}
-
-void ScaleHalves(std::byte* target, const std::byte* source, size_t count, double factor) {
-  const auto multiplier = static_cast<float>(factor);
-  size_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) {
-    const Widened values = Load(source + 2 * i);
-    Store(target + 2 * i, {values.first * multiplier, values.second * multiplier});
+  static void Scale(std::byte* target, const std::byte* source, size_t count, double factor) {
+    const auto multiplier = static_cast<float>(factor);
+    size_t i = 0;
+    for (; i + kLanes <= count; i += kLanes) {
+      const Widened values = Load(source + 2 * i);
+      Store(target + 2 * i, {values.first * multiplier, values.second * multiplier});
+    }
+    loops::ScaleAll<T>(target + 2 * i, source + 2 * i, count - i, factor);
   }
-  loops::ScaleAll<loops::Float16>(target + 2 * i, source + 2 * i, count - i, factor);
-}
+};
 
 KernelTable MakeKernels() {
   KernelTable table = GenericKernels();
   table.name = "neon";
-  auto& row = table.combine[static_cast<size_t>(DType::kFloat16)];
-  row[loops::CombineIndex(ReduceOp::kSum)] = &CombineHalves<loops::Sum>;
-  row[loops::CombineIndex(ReduceOp::kMin)] = &CombineHalves<loops::Min>;
-  row[loops::CombineIndex(ReduceOp::kMax)] = &CombineHalves<loops::Max>;
-  row[loops::CombineIndex(ReduceOp::kProduct)] = &CombineHalves<loops::Product>;
-  table.scale[static_cast<size_t>(DType::kFloat16)] = &ScaleHalves;
+  loops::FillRow<Halves, loops::Float16>(table, DType::kFloat16);
   return table;
 }
 
