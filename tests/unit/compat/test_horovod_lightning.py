@@ -60,39 +60,28 @@ class Recorder(Callback):
     def __init__(self, calls):
         self.calls = calls
 
-    def on_init_end(self, _trainer):
-        self.calls.append("on_init_end")
-
-    def on_pretrain_routine_start(self, _trainer, _module):
-        self.calls.append("on_pretrain_routine_start")
-
-    def on_epoch_start(self, _trainer, _module):
-        self.calls.append("on_epoch_start")
-
-    def on_train_epoch_start(self, _trainer, _module):
-        self.calls.append("on_train_epoch_start")
-
-    def on_batch_start(self, _trainer, _module):
-        self.calls.append("on_batch_start")
-
-    def on_train_batch_end(self, _trainer, _module, _outputs, _batch, _number):
-        self.calls.append("on_train_batch_end")
-
-    def on_batch_end(self, _trainer, _module):
-        self.calls.append("on_batch_end")
-
-    def on_validation_epoch_start(self, _trainer, _module):
-        self.calls.append("on_validation_epoch_start")
-
-    def on_validation_epoch_end(self, _trainer, _module):
-        self.calls.append("on_validation_epoch_end")
-
-    def on_train_epoch_end(self, _trainer, _module):
-        self.calls.append("on_train_epoch_end")
-
     def on_epoch_end(self, trainer, _module):
         assert trainer.current_epoch == 0
         self.calls.append("on_epoch_end")
+
+
+def record_calls_of(hook):
+    setattr(Recorder, hook, lambda recorder, *_: recorder.calls.append(hook))
+
+
+for name in (
+    "on_init_end",
+    "on_pretrain_routine_start",
+    "on_epoch_start",
+    "on_train_epoch_start",
+    "on_batch_start",
+    "on_train_batch_end",
+    "on_batch_end",
+    "on_validation_epoch_start",
+    "on_validation_epoch_end",
+    "on_train_epoch_end",
+):
+    record_calls_of(name)
 
 
 def package(model, *callbacks):
