@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import signal
 import sys
 import time
 from contextlib import ExitStack, suppress
@@ -289,6 +290,7 @@ def inject(fault: Fault, folder: Path, spark: SparkSession | None, num_proc: int
         environment |= {"SPARKHVD_STALL_CHECK_SECONDS": "1", "SPARKHVD_STALL_SHUTDOWN_SECONDS": "2"}
     bounded = early or (fault.how == "hang" and fault.phase == "at rendezvous")  # by start_timeout, like init()
     error: BaseException | None = None
+    interrupts = signal.getsignal(signal.SIGINT)
     (folder / "driver").write_text(str(os.getpid()))
     if early and fault.how == "port taken":  # the driver is the first to need a port
         go_wrong(fault.how, folder)
@@ -317,13 +319,13 @@ def inject(fault: Fault, folder: Path, spark: SparkSession | None, num_proc: int
                 sparkhvd.run(train, arguments, launcher=fault.launcher, rows=rows, **options)
         except (LaunchError, KeyboardInterrupt) as raised:
             error = raised
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a rank that ends late interrupts the driver again
         when = folder / "when"
         seconds = time.time() - float(when.read_text()) if when.exists() else float("nan")
-    for _ in range(num_proc):  # a rank that ends late may interrupt the driver again
-        with suppress(KeyboardInterrupt):
-            happens(lambda: not left_of(folder), _CUT_OFF_SECONDS if fault.how == "host cut off" else 10.0)
-            break
-    return Ended(error, seconds, left_of(folder), counts["admitted"])
+    happens(lambda: not left_of(folder), _CUT_OFF_SECONDS if fault.how == "host cut off" else 10.0)
+    left = left_of(folder)
+    signal.signal(signal.SIGINT, interrupts)
+    return Ended(error, seconds, left, counts["admitted"])
 
 
 def left_of(folder: Path) -> list[str]:
