@@ -19,8 +19,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TextIO
 from unittest import mock
@@ -62,20 +64,20 @@ _LIMITS = {fault.name: fault.seconds for table in _TABLES for fault in table}
 _LIMITS |= {fault.name: LIMIT_SECONDS for fault in ELASTIC_FAULTS}
 
 
-def kills(count: int) -> str:
+def kills(count: int) -> Iterator[str]:
     """Kill a random rank at a random moment, repeatedly."""
     found = [kill_random_rank(2 + number % 3, shared_memory=number % 2 == 0) for number in range(count)]
     odd = [kill for kill in found if not kill.is_as_expected()]
     seconds = [kill.seconds for kill in found]
     verdict = "every other rank named it" if not odd else f"NOT NAMED in {len(odd)}: {odd[:3]}"
-    return (
+    yield (
         f"kill -9 of a random rank at a random moment, {count} times (2 to 4 ranks, memory and sockets in turn):\n"
         f"  {verdict}; the others had ended after {statistics.median(seconds):.2f} s (median), "
         f"{max(seconds):.2f} s (longest);\n  no process and no shared memory was left"
     )
 
 
-def connect_and_leave(count: int) -> str:
+def connect_and_leave(count: int) -> Iterator[str]:
     """Connect and leave repeatedly, then for a tenth of the cycles while unauthenticated clients connect."""
     lines = [f"init, allreduce, shutdown on 2 ranks, {count} times: after a tenth -> at the end"]
     for rank, (early, late) in enumerate(connect_two_ranks_repeatedly(count)):
@@ -87,10 +89,10 @@ def connect_and_leave(count: int) -> str:
     with RankGroup(2, connect=False) as group, unauthenticated_clients(group.pids(), group.port) as counts:
         group.run(connect_repeatedly, count // 10, seconds=600.0)
     lines.append(f"the same {count // 10} times while unauthenticated clients connect: {counts}")
-    return "\n".join(lines)
+    yield "\n".join(lines)
 
 
-def comparison(minutes: float) -> str:
+def comparison(minutes: float) -> Iterator[str]:
     """Compare random sequences of collectives with NumPy, with new ranks and hosts each time; then large arrays."""
     draw = random.Random()
     results, layouts, wrong = 0, 0, []
@@ -104,10 +106,10 @@ def comparison(minutes: float) -> str:
         found, odd = compare_large(hosts)
         results, wrong = results + found, wrong + odd
     verdict = "all right" if not wrong else f"FAILED: {len(wrong)} wrong: {wrong[:3]}"
-    return f"{results} results of random collectives over {layouts} layouts, and of more than 2 GiB: {verdict}"
+    yield f"{results} results of random collectives over {layouts} layouts, and of more than 2 GiB: {verdict}"
 
 
-def fuzzing(minutes: float) -> str:
+def fuzzing(minutes: float) -> Iterator[str]:
     """Fuzz every decoder of data from the wire, under AddressSanitizer."""
     program = _ROOT / "build" / "asan" / "scheduler_test"
     seconds = minutes * 60 / _DECODERS
@@ -121,12 +123,12 @@ def fuzzing(minutes: float) -> str:
     )
     lines = [line for line in ended.stdout.splitlines() if line.startswith(("[       OK ]", "[  FAILED  ]"))]
     verdict = "passed" if ended.returncode == 0 else f"FAILED:\n{ended.stdout[-3000:]}{ended.stderr[-3000:]}"
-    return f"fuzzing of the decoders for {minutes:g} minutes under AddressSanitizer: {verdict}\n" + "\n".join(
+    yield f"fuzzing of the decoders for {minutes:g} minutes under AddressSanitizer: {verdict}\n" + "\n".join(
         f"  {line[13:]}" for line in lines
     )
 
 
-def races() -> str:
+def races() -> Iterator[str]:
     """Run all cases of the collectives and of the autotuner under ThreadSanitizer; `make check` runs some of them."""
     lines, odd = [], []
     for layer, tests in (("collectives", "*"), ("scheduler", "Layouts/Autotuning.*")):
@@ -142,10 +144,10 @@ def races() -> str:
         lines += [f"  {layer}: {line}" for line in ended.stdout.splitlines() if line.startswith("[  PASSED  ]")]
         odd += [f"{ended.stdout[-3000:]}{ended.stderr[-3000:]}"] if ended.returncode else []
     verdict = f"FAILED:\n{odd}" if odd else "passed"
-    return f"all cases under ThreadSanitizer: {verdict}\n" + "\n".join(lines)
+    yield f"all cases under ThreadSanitizer: {verdict}\n" + "\n".join(lines)
 
 
-def large_model() -> str:
+def large_model() -> Iterator[str]:
     """Wrap, save, load and use a model above 2 GB, the limit of many formats. This takes 8 GB of memory."""
     import torch  # noqa: PLC0415  (heavy)
 
@@ -169,41 +171,42 @@ def large_model() -> str:
     wrong = [row for row in found if row.prediction != row.x]
     verdict = f"FAILED: {wrong}" if wrong or len(found) != 4 else "all predictions are correct"
     size = numbers.nbytes / 1e9
-    return f"a model of {size:.2f} GB, saved, loaded and used: {verdict}; {time.monotonic() - started:.0f} s"
+    yield f"a model of {size:.2f} GB, saved, loaded and used: {verdict}; {time.monotonic() - started:.0f} s"
 
 
-def properties() -> str:
+def properties() -> Iterator[str]:
     """Search for rows, plans, messages and shapes that violate a property, with new examples every time."""
     files = sorted(str(path) for path in (_ROOT / "tests").rglob("test_*.py") if "from hypothesis" in path.read_text())
     command = [sys.executable, "-m", "pytest", "-q", "--hypothesis-profile=searching", "--timeout=3600", *files]
     result = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False, timeout=7200)
     verdict = result.stdout.strip().rpartition("\n")[2]
-    return f"property tests with 3,000 examples each: {verdict}" + (
+    yield f"property tests with 3,000 examples each: {verdict}" + (
         "" if result.returncode == 0 else f"\n  FAILED:\n{result.stdout}"
     )
 
 
-def repeats() -> str:
+def repeats() -> Iterator[str]:
     """Run the tests that repeat others with further values, frameworks and servers; `make check` skips them."""
     command = ["make", "--no-print-directory", "test-python", "PYTEST_OPTIONS=--soak"]
     result = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False, timeout=7200)
     lines = [f"  {line}" for line in result.stdout.splitlines() if _VERDICT.search(line)]
     if result.returncode:
         lines += ["  FAILED:", result.stdout, result.stderr]
-    return "\n".join(["tests with the mark soak:", *lines])
+    yield "\n".join(["tests with the mark soak:", *lines])
 
 
-def packages() -> str:
+def packages() -> Iterator[str]:
     """Build the wheels, and run a small program in an otherwise empty environment for each set of extras."""
     lines = ["wheels in empty environments:"]
     for command in ("wheels", "test-wheels"):
         result = subprocess.run([_ROOT / "tools" / command], capture_output=True, text=True, check=False, timeout=7200)
         if result.returncode:
-            return "\n".join([*lines, f"  FAILED: tools/{command}", result.stdout, result.stderr])
-    return "\n".join([*lines, *(f"  {line}" for line in result.stdout.splitlines())])
+            yield "\n".join([*lines, f"  FAILED: tools/{command}", result.stdout, result.stderr])
+            return
+    yield "\n".join([*lines, *(f"  {line}" for line in result.stdout.splitlines())])
 
 
-def versions() -> str:
+def versions() -> Iterator[str]:
     """Run the tests that depend on Spark with other versions of Python, Spark and all packages."""
     command = [_ROOT / "tools" / "test-matrix"]
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=6 * 3600)
@@ -211,15 +214,15 @@ def versions() -> str:
     lines = ["tests with other versions:", *(f"  {line}" for line in verdicts)]
     if result.returncode:
         lines += ["  FAILED:", result.stdout, result.stderr]
-    return "\n".join(lines)
+    yield "\n".join(lines)
 
 
-def faults() -> str:
+def faults() -> Iterator[str]:
     """Produce every row of the fault matrix, including lost executors and drivers, and hosts that are cut off."""
-    lines = [
-        "the fault matrix: seconds from the fault to the driver's error, or to the end of a job that continues, and",
-        "the limit; no process was left behind:",
-    ]
+    yield (
+        "the fault matrix: seconds from the fault to the driver's error, or to the end of a job that continues, and\n"
+        "the limit; no process was left behind:"
+    )
     with tempfile.TemporaryDirectory() as folder:
         spark = SparkSession.builder.master("local[4]").config("spark.ui.enabled", "false").getOrCreate()
         try:
@@ -228,8 +231,8 @@ def faults() -> str:
                 subfolder.mkdir()
                 ended = inject(fault, subfolder, spark)
                 wrong = complaints(fault, ended)
-                lines.append(_line(fault.name, ended.seconds, type(ended.error).__name__, wrong))
-            lines += _elastic_faults(Path(folder, "elastic"), spark)
+                yield _line(fault.name, ended.seconds, type(ended.error).__name__, wrong)
+            yield from _elastic_faults(Path(folder, "elastic"), spark)
         finally:
             spark.stop()
         for number, fault in enumerate(mpi.MPI_FAULTS):
@@ -237,22 +240,22 @@ def faults() -> str:
             subfolder.mkdir()
             ended = mpi.inject(fault, subfolder)
             wrong = mpi.complaints(fault, ended)
-            lines.append(_line(fault.name, ended.seconds, type(ended.error).__name__, wrong))
-        lines += _ports_taken(Path(folder, "ports"))
-        lines += [_line(name, *found) for name, found in lost_executors(Path(folder, "executors")).items()]
-        lines += [_line(one.name, *lost_driver(one, Path(folder, one.name))) for one in DRIVER_FAULTS]
-        lines += _cut_off(Path(folder, "hosts"))
-    return "\n".join(lines)
+            yield _line(fault.name, ended.seconds, type(ended.error).__name__, wrong)
+        yield from _ports_taken(Path(folder, "ports"))
+        for name, found in lost_executors(Path(folder, "executors")).items():
+            yield _line(name, *found)
+        for one in DRIVER_FAULTS:
+            yield _line(one.name, *lost_driver(one, Path(folder, one.name)))
+        yield from _cut_off(Path(folder, "hosts"))
 
 
-def _elastic_faults(folder: Path, spark: SparkSession) -> list[str]:
+def _elastic_faults(folder: Path, spark: SparkSession) -> Iterator[str]:
     """Run the rows where a rank of an elastic job fails."""
     (folder / "keys").mkdir(parents=True)
     options: dict[str, dict[str, object]] = {"local": {"launcher": "local"}, "spark": {"spark": spark}}
-    lines = []
     with ExitStack() as stack:
         if reason := why_not() or sshd.why_not():
-            lines.append(f"  elastic ssh: not run, {reason}")
+            yield f"  elastic ssh: not run, {reason}"
         else:
             hosts = stack.enter_context(sshd.hosts_behind_ssh(folder / "keys", NUM_PROC))
             stack.enter_context(mock.patch.dict(os.environ, PATH=hosts.path))
@@ -261,8 +264,7 @@ def _elastic_faults(folder: Path, spark: SparkSession) -> list[str]:
             subfolder = folder / str(number)
             subfolder.mkdir()
             seconds, error, wrong = elastic_faults.inject(fault, subfolder, **options[fault.launcher])
-            lines.append(_line(fault.name, seconds, error or "NoneType", wrong))
-    return lines
+            yield _line(fault.name, seconds, error or "NoneType", wrong)
 
 
 def _line(name: str, seconds: float, error: str, wrong: list[str]) -> str:
@@ -293,9 +295,9 @@ def _cut_off(folder: Path) -> list[str]:
     return [*lines, f"  fits on three hosts, by Store, with their largest error: {largest}: {verdict}"]
 
 
-def elastic(minutes: float) -> str:
+def elastic(minutes: float) -> Iterator[str]:
     """Disturb an elastic job on four hosts for these minutes, and two elastic fits for a quarter of them each."""
-    lines = [f"elastic jobs disturbed at random moments, for {1.5 * minutes:g} minutes in all:"]
+    yield f"elastic jobs disturbed at random moments, for {1.5 * minutes:g} minutes in all:"
     draw = random.Random()
     with tempfile.TemporaryDirectory() as folder:
 
@@ -305,21 +307,20 @@ def elastic(minutes: float) -> str:
             return path
 
         if reason := why_not() or sshd.why_not():
-            lines.append(f"  on hosts over ssh: not run, {reason}")
+            yield f"  on hosts over ssh: not run, {reason}"
         else:
             with sshd.hosts_behind_ssh(subfolder("keys"), 4) as hosts, mock.patch.dict(os.environ, PATH=hosts.path):
                 seed = draw.randrange(1000)
                 report = elastic_chaos.job_on_hosts(subfolder("job"), hosts, minutes * 60, seed)
-                lines.append(f"  on four hosts over ssh, seed {seed}: {report}")
+                yield f"  on four hosts over ssh, seed {seed}: {report}"
         spark = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
         try:
             for batch in ("global", "rank"):
                 seed = draw.randrange(1000)
                 report = elastic_chaos.fit(spark, subfolder(batch), minutes * 15, seed, batch)
-                lines.append(f"  TorchEstimator, elastic_batch={batch!r}, seed {seed}: {report}")
+                yield f"  TorchEstimator, elastic_batch={batch!r}, seed {seed}: {report}"
         finally:
             spark.stop()
-    return "\n".join(lines)
 
 
 def main() -> int:
@@ -335,7 +336,7 @@ def main() -> int:
     )
     options = parser.parse_args()
     started = time.monotonic()
-    parts = {
+    parts: dict[str, Callable[[], Iterable[str]]] = {
         "kills": partial(kills, options.kills),
         "cycles": partial(connect_and_leave, options.cycles),
         "faults": faults,
@@ -350,18 +351,20 @@ def main() -> int:
         "versions": versions,
     }
     with options.report.open("w") as report:
-        _write(report, f"Endurance, {time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores")
+        _write(report, [f"Endurance, {time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores"])
         failed = [name for name in options.only or _PARTS if _FAILURE.search(_write(report, parts[name]()))]
-        _write(report, f"{time.monotonic() - started:.0f} s in all")
+        _write(report, [f"{time.monotonic() - started:.0f} s in all"])
     return int(bool(failed))
 
 
-def _write(report: TextIO, text: str) -> str:
-    """Add a part to the report and to stdout at once, because a later part may end this process."""
-    for stream in (report, sys.stdout):
-        stream.write(f"{text}\n\n")
-        stream.flush()
-    return text
+def _write(report: TextIO, lines: Iterable[str]) -> str:
+    """Add a part to the report and to stdout, each line at once, because a later one may end this process."""
+    written = []
+    for line in chain(lines, [""]):
+        written.append(line)
+        for stream in (report, sys.stdout):
+            print(line, file=stream, flush=True)
+    return "\n".join(written)
 
 
 if __name__ == "__main__":
