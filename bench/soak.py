@@ -41,7 +41,7 @@ from tests.ranks import RankGroup
 from tests.scripts import results_of, run_script
 
 _ROOT = Path(__file__).parents[1]
-_DECODERS = 13  # the number of tests in the suite Fuzz
+_DECODERS = 14  # the number of tests in the suite Fuzz
 _MEGABYTE = 1 << 20
 _TABLES = (FAULTS, mpi.MPI_FAULTS, PORT_FAULTS, EXECUTOR_FAULTS, DRIVER_FAULTS, CUT_OFF_FAULTS)
 _PARTS = (
@@ -217,8 +217,8 @@ def versions() -> Iterator[str]:
     yield "\n".join(lines)
 
 
-def faults() -> Iterator[str]:
-    """Produce every row of the fault matrix, including lost executors and drivers, and hosts that are cut off."""
+def faults(chosen: re.Pattern[str]) -> Iterator[str]:
+    """Produce the rows of the fault matrix; if some are chosen, without those that share one set-up."""
     yield (
         "the fault matrix: seconds from the fault to the driver's error, or to the end of a job that continues, and\n"
         "the limit; no process was left behind:"
@@ -226,21 +226,23 @@ def faults() -> Iterator[str]:
     with tempfile.TemporaryDirectory() as folder:
         spark = SparkSession.builder.master("local[4]").config("spark.ui.enabled", "false").getOrCreate()
         try:
-            for number, fault in enumerate(FAULTS):
+            for number, fault in enumerate(fault for fault in FAULTS if chosen.search(fault.name)):
                 subfolder = Path(folder, str(number))
                 subfolder.mkdir()
                 ended = inject(fault, subfolder, spark)
                 wrong = complaints(fault, ended)
                 yield _line(fault.name, ended.seconds, type(ended.error).__name__, wrong)
-            yield from _elastic_faults(Path(folder, "elastic"), spark)
+            yield from _elastic_faults(chosen, Path(folder, "elastic"), spark)
         finally:
             spark.stop()
-        for number, fault in enumerate(mpi.MPI_FAULTS):
+        for number, fault in enumerate(fault for fault in mpi.MPI_FAULTS if chosen.search(fault.name)):
             subfolder = Path(folder, f"mpi-{number}")
             subfolder.mkdir()
             ended = mpi.inject(fault, subfolder)
             wrong = mpi.complaints(fault, ended)
             yield _line(fault.name, ended.seconds, type(ended.error).__name__, wrong)
+        if chosen.pattern:
+            return
         yield from _ports_taken(Path(folder, "ports"))
         for name, found in lost_executors(Path(folder, "executors")).items():
             yield _line(name, *found)
@@ -249,7 +251,7 @@ def faults() -> Iterator[str]:
         yield from _cut_off(Path(folder, "hosts"))
 
 
-def _elastic_faults(folder: Path, spark: SparkSession) -> Iterator[str]:
+def _elastic_faults(chosen: re.Pattern[str], folder: Path, spark: SparkSession) -> Iterator[str]:
     """Run the rows where a rank of an elastic job fails."""
     (folder / "keys").mkdir(parents=True)
     options: dict[str, dict[str, object]] = {"local": {"launcher": "local"}, "spark": {"spark": spark}}
@@ -260,7 +262,8 @@ def _elastic_faults(folder: Path, spark: SparkSession) -> Iterator[str]:
             hosts = stack.enter_context(sshd.hosts_behind_ssh(folder / "keys", NUM_PROC))
             stack.enter_context(mock.patch.dict(os.environ, PATH=hosts.path))
             options["ssh"] = {"hosts": hosts.listed, "ssh_identity_file": hosts.key}
-        for number, fault in enumerate(fault for fault in ELASTIC_FAULTS if fault.launcher in options):
+        rows = [one for one in ELASTIC_FAULTS if one.launcher in options and chosen.search(one.name)]
+        for number, fault in enumerate(rows):
             subfolder = folder / str(number)
             subfolder.mkdir()
             seconds, error, wrong = elastic_faults.inject(fault, subfolder, **options[fault.launcher])
@@ -334,12 +337,15 @@ def main() -> int:
     parser.add_argument(
         "--only", nargs="+", choices=_PARTS, metavar="PART", help=f"run only these parts: {', '.join(_PARTS)}"
     )
+    parser.add_argument(
+        "--rows", type=re.compile, default=re.compile(""), metavar="REGEX", help="only these rows of the fault matrix"
+    )
     options = parser.parse_args()
     started = time.monotonic()
     parts: dict[str, Callable[[], Iterable[str]]] = {
         "kills": partial(kills, options.kills),
         "cycles": partial(connect_and_leave, options.cycles),
-        "faults": faults,
+        "faults": partial(faults, options.rows),
         "elastic": partial(elastic, options.elastic_minutes),
         "large": large_model,
         "random": partial(comparison, options.comparison_minutes),

@@ -209,12 +209,7 @@ AddressRecord AddressOf(int rank, int per_host) {
   record.host_key = "host-" + host + "-0123456789abcdef0123456789abcdef";
   record.shared_memory = true;
   record.arena_region_bytes = size_t{4} << 20;
-  record.common_settings = {{"SPARKHVD_FUSION_THRESHOLD", "67108864"},
-                            {"SPARKHVD_CACHE_CAPACITY", "1024"},
-                            {"SPARKHVD_HIERARCHICAL_ALLREDUCE", "yes"},
-                            {"SPARKHVD_HIERARCHICAL_ALLGATHER", "yes"},
-                            {"SPARKHVD_LINK_GBITS", "25.0"},
-                            {"SPARKHVD_LINK_LATENCY_US", "30.0"}};
+  record.settings_digest = 1;
   return record;
 }
 
@@ -226,14 +221,15 @@ void Start() {
   std::cin >> hosts >> per_host >> costs;
   const int size = hosts * per_host;
   VirtualStore store(size, costs);
+  const NumberRange ranks{0, static_cast<uint32_t>(size)};
   store.OnEveryRank([&](int rank, KeyValueStore& client) {
     const std::string own = "/" + std::to_string(rank);
     Meeting meeting(client, "world", rank, Deadline::AfterSeconds(kPatience), {});
     Require(meeting.Join());
     Require(meeting.Set("address" + own, EncodeAddressRecord(AddressOf(rank, per_host))));
-    Require(meeting.GetAll("address", size).status());
+    Require(meeting.GetAll("address", ranks).status());
     Require(meeting.Set("arena" + own, "yes"));
-    Require(meeting.GetAll("arena", size).status());
+    Require(meeting.GetAll("arena", ranks).status());
     meeting.Leave();
   });
   std::printf("%.9g %zu %zu %zu\n", store.Latest(), store.rank(size - 1).messages,

@@ -9,7 +9,7 @@
 namespace sparkhvd {
 namespace {
 
-constexpr uint32_t kVersion = 3;
+constexpr uint32_t kVersion = 4;
 constexpr size_t kMostAddresses = 256;
 constexpr size_t kMostSettings = 256;
 constexpr size_t kMaxTextBytes = 4096;
@@ -61,6 +61,11 @@ class Reader {
   bool good_ = true;
 };
 
+Status Malformed(const std::string& what) {
+  return Status(StatusCode::kInvalidArgument,
+                "malformed " + what + "; do all ranks run the same version of sparkhvd?");
+}
+
 }  // namespace
 
 std::string EncodeAddressRecord(const AddressRecord& record) {
@@ -76,11 +81,7 @@ std::string EncodeAddressRecord(const AddressRecord& record) {
   Append(&out, static_cast<uint8_t>(record.shared_memory ? 1 : 0));
   Append(&out, static_cast<uint8_t>(record.encrypt ? 1 : 0));
   Append(&out, record.arena_region_bytes);
-  Append(&out, static_cast<uint32_t>(record.common_settings.size()));
-  for (const auto& [name, value] : record.common_settings) {
-    AppendText(&out, name);
-    AppendText(&out, value);
-  }
+  Append(&out, record.settings_digest);
   return out;
 }
 
@@ -102,19 +103,41 @@ Result<AddressRecord> DecodeAddressRecord(const std::string& bytes) {
   const auto encrypt = reader.Take<uint8_t>();
   record.encrypt = encrypt == 1;
   record.arena_region_bytes = reader.Take<uint64_t>();
-  const auto settings = reader.Take<uint32_t>();
-  bool ascending = true;
-  for (uint32_t i = 0; i < settings && i < kMostSettings; ++i) {
-    const std::string name = reader.TakeText();
-    if (i > 0 && name <= record.common_settings.rbegin()->first) ascending = false;
-    record.common_settings[name] = reader.TakeText();
-  }
-  if (version != kVersion || addresses > kMostAddresses || settings > kMostSettings || !ascending ||
-      shared_memory > 1 || encrypt > 1 || !reader.Finished()) {
-    return Status(StatusCode::kInvalidArgument,
-                  "malformed address record; do all ranks run the same version of sparkhvd?");
+  record.settings_digest = reader.Take<uint64_t>();
+  if (version != kVersion || addresses > kMostAddresses || shared_memory > 1 || encrypt > 1 ||
+      !reader.Finished()) {
+    return Malformed("address record");
   }
   return record;
+}
+
+std::string EncodeSettings(const CommonSettings& settings) {
+  std::string out;
+  Append(&out, static_cast<uint32_t>(settings.size()));
+  for (const auto& [name, value] : settings) {
+    AppendText(&out, name);
+    AppendText(&out, value);
+  }
+  return out;
+}
+
+Result<CommonSettings> DecodeSettings(const std::string& bytes) {
+  Reader reader(AsBytes(bytes));
+  CommonSettings settings;
+  const auto count = reader.Take<uint32_t>();
+  for (uint32_t i = 0; i < count && i < kMostSettings; ++i) {
+    const std::string name = reader.TakeText();
+    settings[name] = reader.TakeText();
+  }
+  if (count != settings.size() || !reader.Finished()) return Malformed("settings");
+  return settings;
+}
+
+uint64_t DigestOf(const CommonSettings& settings) {
+  if (settings.empty()) return 0;
+  Sha256 hash;
+  hash.Update(AsBytes(EncodeSettings(settings)));
+  return LoadLittleEndian<uint64_t>(hash.Finish().data());
 }
 
 }  // namespace sparkhvd

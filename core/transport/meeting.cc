@@ -28,12 +28,12 @@ Status Meeting::Set(const std::string& key, const std::string& value) {
   return store_.Set(scope_ + "/" + key, value, deadline_);
 }
 
-Result<std::vector<std::string>> Meeting::GetAll(const std::string& what, int ranks) {
+Result<std::vector<std::string>> Meeting::GetAll(const std::string& what, NumberRange ranks) {
   const std::string prefix = scope_ + "/" + what + "/";
   while (true) {
     const Deadline slice =
         Deadline::After(std::min<std::chrono::nanoseconds>(kSlice, deadline_.Remaining()));
-    auto values = store_.GetAll(prefix, {0, static_cast<uint32_t>(ranks)}, slice);
+    auto values = store_.GetAll(prefix, ranks, slice);
     if (values.ok() || values.status().code() != StatusCode::kTimeout) return values;
     const Status others = Check();
     if (others.ok() && !deadline_.Expired()) continue;
@@ -42,9 +42,9 @@ Result<std::vector<std::string>> Meeting::GetAll(const std::string& what, int ra
   }
 }
 
-Status Meeting::FirstMissing(const std::string& what, int ranks, const Status& late) {
-  const auto missing = store_.Missing(scope_ + "/" + what + "/", {0, static_cast<uint32_t>(ranks)},
-                                      Deadline::AfterSeconds(kBoardSeconds));
+Status Meeting::FirstMissing(const std::string& what, NumberRange ranks, const Status& late) {
+  const auto missing =
+      store_.Missing(scope_ + "/" + what + "/", ranks, Deadline::AfterSeconds(kBoardSeconds));
   if (!missing.ok() || missing.value().empty()) return late;
   const std::string first = std::to_string(missing.value().front());
   return MissingKey(scope_ + "/" + what + "/" + first)

@@ -28,9 +28,9 @@ class Meeting {
 
   Status Join();
   Status Set(const std::string& key, const std::string& value);
-  // Waits until every rank below `ranks` has set the key `what`/rank, and returns the values by
-  // rank. A failure names the first rank that did not set its key in time.
-  Result<std::vector<std::string>> GetAll(const std::string& what, int ranks);
+  // Waits until each of these ranks has set the key `what`/rank, and returns their values in order.
+  // A failure names the first rank that did not set its key in time.
+  Result<std::vector<std::string>> GetAll(const std::string& what, NumberRange ranks);
   // Returns the failure of another rank, or the interruption, without waiting. The answer of the
   // store may arrive too late for this call. The next call then returns it.
   Status Check();
@@ -41,7 +41,7 @@ class Meeting {
   void Leave();
 
  private:
-  Status FirstMissing(const std::string& what, int ranks, const Status& late);
+  Status FirstMissing(const std::string& what, NumberRange ranks, const Status& late);
   std::string FailureKey() const { return scope_ + "/connect-failure"; }
 
   KeyValueStore& store_;

@@ -37,6 +37,7 @@ constexpr int kKindShift = 32;
 // The keys that each rank publishes: its addresses, whether it has mapped the shared memory, and
 // the peers that it could not reach.
 constexpr char kAddress[] = "address";
+constexpr char kSettings[] = "settings";
 constexpr char kArena[] = "arena";
 constexpr char kUnreachable[] = "unreachable";
 constexpr char kYes[] = "yes";
@@ -139,6 +140,8 @@ class MeshBuilder {
     return items[static_cast<size_t>(rank)];
   }
 
+  NumberRange AllRanks() const { return {0, static_cast<uint32_t>(options_.size)}; }
+
   static std::string Key(const char* what, int rank) {
     return std::string(what) + "/" + std::to_string(rank);
   }
@@ -205,7 +208,7 @@ class MeshBuilder {
     own.host_key = options_.host_key;
     own.encrypt = options_.encrypt;
     own.arena_region_bytes = options_.arena_region_bytes;
-    own.common_settings = options_.common_settings;
+    own.settings_digest = DigestOf(options_.common_settings);
     if (!options_.host_key.empty()) {
       auto name = FreshUnixName();
       if (!name.ok()) return name.status();
@@ -224,7 +227,7 @@ class MeshBuilder {
   Status ExchangeRecords() {
     SHVD_TRY(meeting_.Set(Key(kAddress, options_.rank),
                           EncodeAddressRecord(At(records_, options_.rank))));
-    auto bytes = meeting_.GetAll(kAddress, options_.size);
+    auto bytes = meeting_.GetAll(kAddress, AllRanks());
     if (!bytes.ok()) return bytes.status();
     for (int peer = 0; peer < options_.size; ++peer) {
       if (peer == options_.rank) continue;
@@ -238,22 +241,46 @@ class MeshBuilder {
 
   Status CheckAgreement(int peer) {
     const AddressRecord& other = At(records_, peer);
-    const auto differ = [&](const std::string& what, const std::string& own,
-                            const std::string& others) {
-      return Status(StatusCode::kMismatch, "ranks disagree about " + what + ": " +
-                                               RankName(options_.rank) + " has " + own + ", " +
-                                               RankName(peer) + " has " + others);
-    };
     if (other.encrypt != options_.encrypt) {
-      return differ("encryption", options_.encrypt ? "it on" : "it off",
-                    other.encrypt ? "it on" : "it off");
+      return Disagreement("encryption", options_.encrypt ? "it on" : "it off", peer,
+                          other.encrypt ? "it on" : "it off");
     }
-    for (const auto& [name, own] : options_.common_settings) {
-      const auto found = other.common_settings.find(name);
-      const std::string value = found == other.common_settings.end() ? "unknown" : found->second;
-      if (value != own) return differ(name, own, value);
+    if (other.settings_digest == At(records_, options_.rank).settings_digest) return Status();
+    return DifferentSetting(peer);
+  }
+
+  // Returns the first setting that differs. The peer publishes its settings, too, as it also finds
+  // a rank with other settings; in a record, they would be as many bytes for each pair of ranks.
+  Status DifferentSetting(int peer) {
+    SHVD_TRY(meeting_.Set(Key(kSettings, options_.rank), EncodeSettings(options_.common_settings)));
+    const auto first = static_cast<uint32_t>(peer);
+    auto bytes = meeting_.GetAll(kSettings, {first, first + 1});
+    if (!bytes.ok()) return bytes.status();
+    auto settings = DecodeSettings(bytes.value().front());
+    if (!settings.ok()) return settings.status().Annotate("the settings of " + RankName(peer));
+    const CommonSettings& own = options_.common_settings;
+    const CommonSettings& others = settings.value();
+    CommonSettings names = own;
+    names.insert(others.begin(), others.end());
+    for (const auto& [name, _] : names) {
+      if (ValueOf(own, name) != ValueOf(others, name)) {
+        return Disagreement(name, ValueOf(own, name), peer, ValueOf(others, name));
+      }
     }
-    return Status();
+    return Status(StatusCode::kInternal, "the digest of the settings of " + RankName(peer) +
+                                             " does not belong to its settings");
+  }
+
+  static std::string ValueOf(const CommonSettings& settings, const std::string& name) {
+    const auto found = settings.find(name);
+    return found == settings.end() ? "unknown" : found->second;
+  }
+
+  Status Disagreement(const std::string& what, const std::string& own, int peer,
+                      const std::string& others) const {
+    return Status(StatusCode::kMismatch, "ranks disagree about " + what + ": " +
+                                             RankName(options_.rank) + " has " + own + ", " +
+                                             RankName(peer) + " has " + others);
   }
 
   bool SameHost(int peer) {
@@ -469,7 +496,7 @@ class MeshBuilder {
       SHVD_TRY(meeting_.Set(Key(kArena, options_.rank), vote));
       // All ranks receive the votes of all hosts, because the algorithm between hosts depends on
       // the arenas inside them.
-      auto answers = meeting_.GetAll(kArena, options_.size);
+      auto answers = meeting_.GetAll(kArena, AllRanks());
       if (!answers.ok()) return answers.status();
       votes = std::move(answers).value();
     }

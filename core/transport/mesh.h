@@ -4,7 +4,6 @@
 
 #include <chrono>
 #include <functional>
-#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -14,6 +13,7 @@
 #include "base/status.h"
 #include "rendezvous/key_value_store.h"
 #include "rendezvous/socket.h"
+#include "transport/address_record.h"
 #include "transport/arena.h"
 #include "transport/owned_sockets.h"
 #include "transport/transport.h"
@@ -30,11 +30,9 @@ struct MeshOptions {
   std::vector<std::string> bind_hosts = {"127.0.0.1"};
   std::string scope;  // prefix of this mesh's rendezvous keys; unique per mesh of a job
   bool shared_memory = true;
-  bool encrypt = false;  // encrypt TCP links; equal on all ranks
-  // Values by name of settings that have to be equal on all ranks. Ranks that differ do not
-  // connect.
-  std::map<std::string, std::string> common_settings;
-  LinkCosts link_costs;  // equal on all ranks
+  bool encrypt = false;            // encrypt TCP links; equal on all ranks
+  CommonSettings common_settings;  // ranks that differ do not connect
+  LinkCosts link_costs;            // equal on all ranks
   std::chrono::milliseconds host_timeout =
       kSilentLink;  // a peer whose host is silent longer is lost
   // If set, a rank fails once it has dialed a peer for this long and no address of the peer has

@@ -115,7 +115,7 @@ TEST(Fuzz, ResponseMessages) {
 
 TEST(Fuzz, AddressRecords) {
   AddressRecord record;
-  record.common_settings = {{"capacity", "5"}, {"size", "the default"}};
+  record.settings_digest = DigestOf({{"capacity", "5"}});
   record.tcp = {{"127.0.0.1", 4242}, {"::1", 1}};
   record.unix_name = "sparkhvd-0123456789abcdef";
   record.host_key = "host";
@@ -126,6 +126,17 @@ TEST(Fuzz, AddressRecords) {
          const auto decoded = DecodeAddressRecord(text);
          if (!decoded.ok()) return;
          EXPECT_EQ(EncodeAddressRecord(decoded.value()), text);
+       });
+}
+
+TEST(Fuzz, Settings) {
+  const CommonSettings settings{{"capacity", "5"}, {"size", "the default"}};
+  Fuzz({ToInput(AsBytes(EncodeSettings(settings))), ToInput(AsBytes(EncodeSettings({})))},
+       [](const FuzzInput& input) {
+         const std::string text(reinterpret_cast<const char*>(input.data()), input.size());
+         const auto decoded = DecodeSettings(text);
+         if (!decoded.ok()) return;
+         EXPECT_EQ(decoded.value().empty(), DigestOf(decoded.value()) == 0);
        });
 }
 

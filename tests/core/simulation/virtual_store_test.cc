@@ -37,7 +37,7 @@ TEST(VirtualStore, AllRanksGetAllValuesOnceTheLastIsSetAndWillsKeepAConnection) 
     Meeting meeting(client, "mesh", rank, Late(), {});
     EXPECT_TRUE(meeting.Join().ok());
     EXPECT_TRUE(meeting.Set("address/" + std::to_string(rank), std::to_string(rank)).ok());
-    const auto values = meeting.GetAll("address", kRanks);
+    const auto values = meeting.GetAll("address", {0, kRanks});
     ASSERT_TRUE(values.ok()) << values.status().message();
     for (int other = 0; other < kRanks; ++other) {
       EXPECT_EQ(values.value()[static_cast<size_t>(other)], std::to_string(other));

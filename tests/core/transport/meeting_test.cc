@@ -55,7 +55,7 @@ TEST(Meeting, AWaitForOneRankEndsWithTheFailureOfAnother) {
   auto second = ConnectTo(*server);
   Meeting waiting(*first, "test", 0, Late(), {});
   ASSERT_TRUE(waiting.Join().ok());
-  auto answer = std::async(std::launch::async, [&] { return waiting.GetAll("address", 3); });
+  auto answer = std::async(std::launch::async, [&] { return waiting.GetAll("address", {0, 3}); });
   {
     Meeting dying(*second, "test", 1, Late(), {});
     ASSERT_TRUE(dying.Join().ok());
@@ -77,7 +77,7 @@ TEST(Meeting, AllRanksReportTheFirstFailure) {
   const Status seen = second.Fail(Status(StatusCode::kTimeout, "rank 0 did not come"));
   EXPECT_EQ(seen.code(), StatusCode::kIo);
   EXPECT_EQ(seen.message(), cause.message());
-  EXPECT_EQ(second.GetAll("never", 2).status().message(), cause.message());
+  EXPECT_EQ(second.GetAll("never", {0, 2}).status().message(), cause.message());
 }
 
 TEST(Meeting, NamesTheFirstMissingRankOfMany) {
@@ -87,7 +87,7 @@ TEST(Meeting, NamesTheFirstMissingRankOfMany) {
   for (const int rank : {0, 1, 3}) {
     ASSERT_TRUE(server->Set("test/address/" + std::to_string(rank), "", Late()).ok());
   }
-  const Status status = meeting.GetAll("address", 1000).status();
+  const Status status = meeting.GetAll("address", {0, 1000}).status();
   EXPECT_EQ(status.code(), StatusCode::kTimeout);
   EXPECT_EQ(status.message(),
             "rank 0 waits for the address of rank 2: key 'test/address/2' was not set before the "
@@ -99,7 +99,7 @@ TEST(Meeting, AnInterruptionEndsAWait) {
   InProcessStore store;
   Meeting meeting(store, "test", 3, Late(),
                   [] { return Status(StatusCode::kAborted, "interrupted"); });
-  EXPECT_EQ(meeting.GetAll("never", 1).status().message(), "rank 3: interrupted");
+  EXPECT_EQ(meeting.GetAll("never", {0, 1}).status().message(), "rank 3: interrupted");
 }
 
 TEST(ConnectMesh, ARankThatDiesAfterPublishingItsAddressEndsTheWaitOfTheOthers) {

@@ -76,6 +76,20 @@ TEST(ConnectMesh, RanksWithDifferentSettingsGetAnErrorThatNamesTheSetting) {
   }
 }
 
+TEST(ConnectMesh, RanksWithOtherNamesOfSettingsGetAnErrorThatNamesTheSetting) {
+  const auto results = TryConnect(2, [](MeshOptions* options) {
+    options->common_settings = {{"capacity", "5"}};
+    if (options->rank == 1) options->common_settings["size"] = "7";
+  });
+  for (const auto& result : results) {
+    EXPECT_EQ(result.status().code(), StatusCode::kMismatch);
+    const std::string message = result.status().message();
+    EXPECT_NE(message.find("ranks disagree about size: "), std::string::npos) << message;
+    EXPECT_NE(message.find("rank 0 has unknown"), std::string::npos) << message;
+    EXPECT_NE(message.find("rank 1 has 7"), std::string::npos) << message;
+  }
+}
+
 TEST(ConnectMesh, LinksHaveTheConfiguredCostsAndSubsetsShareTheLine) {
   for (const bool encrypt : {false, true}) {
     std::vector<Mesh> meshes = Connect(2, [&](MeshOptions* options) {
@@ -581,6 +595,20 @@ TEST(AddressRecord, IsRefusedWhenCutOrExtended) {
     EXPECT_FALSE(DecodeAddressRecord(whole.substr(0, length)).ok()) << length;
   }
   EXPECT_FALSE(DecodeAddressRecord(whole + "x").ok());
+}
+
+TEST(Settings, SurviveSerialization) {
+  const CommonSettings settings{{"capacity", std::string("a\0b", 3)}, {"size", ""}};
+  const std::string whole = EncodeSettings(settings);
+  const auto back = DecodeSettings(whole);
+  ASSERT_TRUE(back.ok()) << back.status().message();
+  EXPECT_EQ(back.value(), settings);
+  for (size_t length = 0; length < whole.size(); ++length) {
+    EXPECT_FALSE(DecodeSettings(whole.substr(0, length)).ok()) << length;
+  }
+  EXPECT_FALSE(DecodeSettings(whole + "x").ok());
+  EXPECT_NE(DigestOf(settings), DigestOf({{"capacity", "a"}, {"size", ""}}));
+  EXPECT_EQ(DigestOf({}), AddressRecord{}.settings_digest);
 }
 
 TEST(TransportDecoders, SurviveRandomBytes) {
