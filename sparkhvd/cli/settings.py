@@ -11,6 +11,8 @@ from sparkhvd.config import WITHOUT_EFFECT as REPORTED_BY_RUN
 from sparkhvd.config import declarations, from_environment
 from sparkhvd.errors import ConfigError
 
+_CONFIG_KEYS = (*(flag.config_key for flag in SETTING_FLAGS), MPI_ARGS)  # sections and keys of a configuration file
+
 
 def variables(flags: argparse.Namespace, file: Mapping[str, Mapping[str, object]]) -> dict[str, str]:
     """Return the variables that flags and configuration file set; flags override the file.
@@ -95,9 +97,12 @@ def _section(path: str, name: str, content: object) -> Mapping[str, object]:
         return {"name": str(content).lower()}
     if name == "logging" and isinstance(content, Mapping):
         content = _normalized_logging(content)
-    keys = [key for section, key in (*(flag.config_key for flag in SETTING_FLAGS), MPI_ARGS) if section == name]
+    keys = [key for section, key in _CONFIG_KEYS if section == name]
     if not keys:
-        raise ConfigError(f"--config-file {path} has an unknown section {name}.")
+        sections = sorted({"controller", *(section for section, _ in _CONFIG_KEYS)})
+        raise ConfigError(
+            f"--config-file {path} has an unknown section {name}; expected some of {', '.join(sections)}."
+        )
     if not isinstance(content, Mapping | None):
         raise ConfigError(f"--config-file {path}: {name} must be a section with {' or '.join(keys)}, got {content!r}.")
     unknown = [str(key) for key in content or () if key not in keys]

@@ -56,7 +56,10 @@ def read_timeline(path: str | Path) -> Iterator[dict[str, object]]:
     """Return the events of a recording; a line that a killed rank could not finish is skipped."""
     with Path(path).open(encoding="utf-8", errors="replace") as lines:
         if next(lines, "").strip() != "[":
-            raise ConfigError(f"{path} is not a timeline: its first line is not an opening bracket.")
+            raise ConfigError(
+                f"{path} is not a timeline: its first line is not an opening bracket. Pass files that "
+                "sparkhvd recorded."
+            )
         for line in lines:
             try:
                 event = json.loads(line.strip().removesuffix(","))

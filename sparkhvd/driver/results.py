@@ -37,7 +37,7 @@ def results_of(rows: Sequence[Row], num_proc: int) -> list[bytes]:
         contents.setdefault(row.rank, []).append(bytes(row.content))
     missing = sorted(set(range(num_proc)) - set(contents))
     if missing:
-        raise LaunchError(f"Spark returned no result from ranks {missing}.")
+        raise LaunchError(f"Spark returned no result from ranks {missing}. See the executors' logs.")
     return [b"".join(contents[rank]) for rank in range(num_proc)]
 
 
@@ -54,7 +54,7 @@ def results_in_order(contents: Mapping[int, bytes | Outcome], num_proc: int) -> 
     results = {rank: content for rank, content in contents.items() if isinstance(content, bytes)}
     missing = sorted(set(range(num_proc)) - set(results))
     if missing:
-        raise LaunchError(f"There is no result from ranks {missing}.")
+        raise LaunchError(f"There is no result from ranks {missing}. See the output of these ranks.")
     return [results[rank] for rank in range(num_proc)]
 
 

@@ -97,7 +97,11 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(missing("sparkhvd.keras", name, [*__all__, *_BACKEND_NAMES]))
     backend = supported_backend()
     if name == "SyncBatchNormalization" and backend != "tensorflow":
-        raise ConfigError(f"SyncBatchNormalization needs Keras' TensorFlow backend, but Keras runs on {backend!r}.")
+        raise ConfigError(
+            f"SyncBatchNormalization needs Keras' TensorFlow backend, but Keras runs on {backend!r}. Set "
+            "KERAS_BACKEND=tensorflow before keras is imported, or use keras.layers.BatchNormalization, with which "
+            "every rank normalizes over its own rows."
+        )
     function = getattr(import_module(f"sparkhvd.{backend}"), name)
     return _accepting_numbers(function) if backend == "torch" and name in _ACCEPTS_NUMBERS else function
 

@@ -94,7 +94,10 @@ class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
         of_ranks = allgather_object(names, name="MetricAverageCallback.names")
         if any(other != of_ranks[0] for other in of_ranks):
             listed = ", ".join(f"rank {rank} has {of_rank}" for rank, of_rank in enumerate(of_ranks))
-            raise MismatchError(f"The ranks have different metrics: {listed}.")
+            raise MismatchError(
+                f"The ranks have different metrics: {listed}. Compile the model with the same metrics on all ranks, "
+                "and validate on all of them or on none."
+            )
         values = [np.asarray(keras.ops.convert_to_numpy(logs[name]), np.float64) for name in names]
         together = np.concatenate([value.ravel() for value in values])
         means = session.current().allreduce(together, ReduceOp.AVERAGE, name="MetricAverageCallback")

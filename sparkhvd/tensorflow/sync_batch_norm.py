@@ -44,7 +44,8 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
         super().__init__(*args, **kwargs)
         if keras.config.backend() != "tensorflow":
             raise ConfigError(
-                f"SyncBatchNormalization needs Keras' TensorFlow backend, but Keras runs on {keras.config.backend()!r}."
+                "SyncBatchNormalization needs Keras' TensorFlow backend, but Keras runs on "
+                f"{keras.config.backend()!r}. Set KERAS_BACKEND=tensorflow before keras is imported."
             )
         self.supports_jit = False  # XLA cannot compile the exchange
         self._process_set = process_set

@@ -178,8 +178,8 @@ def refuse_taken_over(study: optuna.Study, store: Store) -> None:
     last = study.user_attrs.get(_STORE)
     if last is not None and last != store.url:
         raise ParamError(
-            f"A search with the Store {last} has begun in study {study.study_name!r} and continues it; this search has "
-            f"{store.url} and ends. Use one Store for all searches of a study."
+            f"Another search has continued study {study.study_name!r} with the Store {last}, so this search, with "
+            f"{store.url}, has ended. Use the same Store for all searches of a study."
         )
 
 

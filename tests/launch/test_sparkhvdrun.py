@@ -254,7 +254,7 @@ def refused(arguments: list[object], capsys: pytest.CaptureFixture[str]) -> tupl
         ),
         ("params: 3\n", "params must be a section with fusion_threshold_mb or"),
         ("autotune:\n  enabled: perhaps\n", "--autotune='perhaps': must be true or false"),
-        ("tuning:\n  enabled: true\n", "has an unknown section tuning"),
+        ("tuning:\n  enabled: true\n", "has an unknown section tuning; expected some of autotune, controller, "),
         ("controller: jsrun\n", "controller must be 'gloo' or 'mpi', got 'jsrun'"),
         ("library_options:\n  mpi_args: --oversubscribe\n", "--mpi-args is for mpirun. Pass --mpi, too"),
         ('controller: mpi\nlibrary_options:\n  mpi_args: "\'x"\n', '--mpi-args="\'x" is not valid shell syntax'),

@@ -88,7 +88,9 @@ def parse(content: bytes, where: str) -> dict[str, Field]:
             "because a pickle can run any code. Write the dataset again with petastorm, or as plain Parquet."
         ) from None
     except Exception as error:
-        raise DataError(f"The petastorm schema in {where} cannot be read: {error!r}. The file is damaged.") from error
+        raise DataError(
+            f"The petastorm schema in {where} cannot be read: {error!r}. The file is damaged; write the dataset again."
+        ) from error
 
 
 def _metadata(store: Store, path: str) -> dict[bytes, bytes]:
@@ -100,7 +102,10 @@ def _metadata(store: Store, path: str) -> dict[bytes, bytes]:
         with filesystem.open_input_file(arrow_path) as file:
             return dict(parquet.read_metadata(file).metadata or {})
     except (OSError, pa.ArrowException) as error:
-        raise DataError(f"{store.url}/{path} cannot be read: {str(error).rstrip('.')}.") from error
+        raise DataError(
+            f"{store.url}/{path} cannot be read: {str(error).rstrip('.')}. It should hold petastorm's schema in the "
+            "footer of a Parquet file: repair it, or write the dataset again."
+        ) from error
 
 
 class _ForbiddenError(Exception):
@@ -182,5 +187,8 @@ def _field(field: tuple[Any, ...]) -> Field:
     known = all(isinstance(size, int) for size in shape or ())
     dtype = "object" if isinstance(kind, type) and issubclass(kind, _Inert) else np.dtype(kind).name
     if packed is not None and dtype not in NUMBERS:
-        raise DataError(f"Column {name!r} holds packed arrays of {dtype}; only numbers can be read.")
+        raise DataError(
+            f"Column {name!r} holds packed arrays of {dtype}, but only arrays of numbers can be read. Write the "
+            "dataset again without this column."
+        )
     return Field(dtype, tuple(shape or ()) if known else None, packed)

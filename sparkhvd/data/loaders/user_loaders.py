@@ -174,7 +174,10 @@ class LoaderSource:
         self._communicator = communicator
         self._steps = max(objects.allgather_object(communicator, len(loader), name=f"batches of {split} loaders"))
         if self._steps < 1:
-            raise DataError(f"The data module's loaders have no {split} batches on any rank.")
+            raise DataError(
+                f"The data module's {split} loaders have no batches on any rank: len() is 0 for all of them. Check "
+                "what __len__ of the loader returns."
+            )
 
     @property
     def schema(self) -> DataSchema:
@@ -230,12 +233,16 @@ class LoaderSource:
         missing = [name for name in self._schema.names() if name not in batch]
         if missing:
             raise DataError(
-                f"The data module's {self._split} loader yielded the columns {list(batch)} without {missing[0]!r}."
+                f"The data module's {self._split} loader yielded the columns {list(batch)} without {missing[0]!r}; "
+                "every batch must have all selected columns."
             )
         arrays = {name: np.require(batch[name], requirements=["C", "W"]) for name in self._schema.names()}
         if len({len(array) for array in arrays.values()}) > 1:
             sizes = {name: len(array) for name, array in arrays.items()}
-            raise DataError(f"The data module's {self._split} loader yielded columns of different lengths: {sizes}.")
+            raise DataError(
+                f"The data module's {self._split} loader yielded columns of different lengths: {sizes}. All columns of "
+                "a batch must have one value per row."
+            )
         return arrays
 
 

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 # If Spark chooses the number of tasks: enough rows for all of them, and the most tasks.
 _ROWS = 4096
 _MAX_TASKS = 256
-_SCHEMA = "host string, name string, trouble string"
+_SCHEMA = "host string, name string, problem string"
 
 
 def needs_check(spark: SparkSession, store: Store) -> bool:
@@ -69,7 +69,7 @@ def check_store(
         rows = _answers_within(
             spark, requests.mapInArrow(partial(answer, pickled_probe), _SCHEMA).collect, store, seconds
         )
-        judge(probe, [(row["host"], row["name"], row["trouble"]) for row in rows])
+        judge(probe, [(row["host"], row["name"], row["problem"]) for row in rows])
     finally:
         remove(probe)
 
@@ -94,10 +94,10 @@ def answer(pickled_probe: bytes, batches: Iterator[pa.RecordBatch]) -> Iterator[
     context = TaskContext.get()
     name = "task" if context is None else f"{context.partitionId()}-{context.taskAttemptId()}"
     try:
-        trouble = pickle.loads(pickled_probe).answer(name)
+        problem = pickle.loads(pickled_probe).answer(name)
     except ImportError as error:
-        trouble = f"cannot use it: {error}"
-    row = {"host": [socket.gethostname()], "name": [name], "trouble": [trouble]}
+        problem = f"cannot use it: {error}"
+    row = {"host": [socket.gethostname()], "name": [name], "problem": [problem]}
     yield pa.RecordBatch.from_pydict({key: pa.array(value, pa.string()) for key, value in row.items()})
 
 
@@ -112,10 +112,10 @@ def judge(probe: StoreProbe, answers: Sequence[tuple[str, str, str]]) -> None:
         StoreError: an executor cannot use the Store or sees other files; the message names the host.
     """
     store = probe.store
-    for host, _, trouble in answers:
-        if trouble:
-            problem = trouble.rstrip(".")  # it may end with another error's sentence
-            raise StoreError(f"The Store {store.url} is not shared: the executor on host {host} {problem}. {_ADVICE}")
+    for host, _, problem in answers:
+        if problem:
+            sentence = problem.rstrip(".")  # it may end with another error's sentence
+            raise StoreError(f"The Store {store.url} is not shared: the executor on host {host} {sentence}. {_ADVICE}")
     unseen = set(probe.unseen([name for _, name, _ in answers]))
     for host, name, _ in answers:
         if name in unseen:

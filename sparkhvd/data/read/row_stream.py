@@ -23,7 +23,10 @@ class RowStream:
             if self._at == self._end:
                 chunk = next(self._chunks, None)
                 if chunk is None:
-                    raise DataError(f"The reader ended {counted(rows, 'row')} before the end of the plan.")
+                    raise DataError(
+                        f"The reader ended {counted(rows, 'row')} before the end of the plan. If the files changed "
+                        "after the training began, train again, and leave them unchanged until it ends."
+                    )
                 self._chunk, self._at = chunk, 0
                 self._end = len(next(iter(chunk.values())))
             stop = min(self._at + rows, self._end)

@@ -115,7 +115,7 @@ class Lease:
         if not self.store.exists(self.path):
             raise StoreError(
                 f"The lease {self.store.url}/{self.path} was removed because it had not been renewed for too long. The "
-                "prepared rows may be removed while they are in use."
+                "prepared rows may be removed while they are in use. If that happens, prepare them again."
             )
         with self.store.open(self.path, "wb") as file:
             file.write(_record(self.keep_seconds))

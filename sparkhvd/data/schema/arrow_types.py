@@ -36,7 +36,8 @@ def leaves(path: tuple[str, ...], arrow: pa.DataType) -> list[Leaf]:
     dtype = _dtype(plain_type(element))
     if dtype is None:
         raise SchemaError(
-            f"Column {'.'.join(path)!r} has the type {arrow}, which cannot be used. Supported are {SUPPORTED}."
+            f"Column {'.'.join(path)!r} has the type {arrow}, which cannot be used. The supported types are "
+            f"{SUPPORTED}."
         )
     return [Leaf(path, dtype, "array" if depth else "scalar", depth)]
 

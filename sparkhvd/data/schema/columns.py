@@ -191,7 +191,8 @@ def to_numpy(array: pa.Array, column: ColumnSpec, where: str) -> Array:
         return _vectors(array, column, where)
     if column.sparse:
         raise DataError(
-            f"{_column_text(column, where)} is not stored as a vector, so it cannot be read as a sparse column."
+            f"{_column_text(column, where)} is not stored as a vector, so it cannot be read as a sparse column. "
+            "Prepare the data again."
         )
     return _nested(array, shape, column, where)
 
@@ -328,7 +329,8 @@ def _as_declared(values: Array, column: ColumnSpec, where: str) -> Array:
     if not is_rounded and (declared != values).any():
         wrong = values[declared != values][0]
         raise DataError(
-            f"{_column_text(column, where)} contains {wrong}, which its declared type {column.dtype} cannot hold."
+            f"{_column_text(column, where)} contains {wrong}, which its declared type {column.dtype} cannot hold. "
+            "Write the dataset again with a wider type, or leave the column out."
         )
     return declared
 

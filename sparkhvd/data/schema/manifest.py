@@ -131,7 +131,9 @@ def load(store: Store, path: str) -> Manifest:
     """
     url = f"{store.url}/{path}"
     if not store.exists(path):
-        raise StoreError(f"There is no dataset at {url}; its preparation failed or it was deleted.")
+        raise StoreError(
+            f"There is no dataset at {url}; its preparation failed or it was deleted. Prepare the data again."
+        )
     with store.open(path, "rb") as file:
         content = file.read()
     try:

@@ -193,5 +193,6 @@ def _dtype(path: tuple[str, ...], element: DataType, text: str) -> str:
 
 def _refused(path: tuple[str, ...], text: str, why: str) -> SchemaError:
     return SchemaError(
-        f"Column {'.'.join(path)!r} has the type {text}, which cannot be used: {why}. Supported are {SUPPORTED}."
+        f"Column {'.'.join(path)!r} has the type {text}, which cannot be used: {why}. The supported types are "
+        f"{SUPPORTED}."
     )

@@ -70,7 +70,9 @@ def _version_of(mpirun: str) -> str:
             [mpirun, "--version"], capture_output=True, text=True, timeout=_VERSION_SECONDS, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise LaunchError(f"{mpirun} --version failed: {error}.") from error
+        raise LaunchError(
+            f"{mpirun} --version failed: {error}. Run it on the driver's host to find the cause."
+        ) from error
     return output.stdout or output.stderr
 
 

@@ -242,5 +242,8 @@ def _cores_by_plan(spark: SparkSession) -> int:
     plan = str(rows._explain_string(extended=True))  # noqa: SLF001 - explain() prints
     splits = re.search(r"splits=(?:Some\()?(\d+)", plan)
     if splits is None:
-        raise LaunchError(f"The plan of a range does not show the number of slots of this cluster:\n{plan}")
+        raise LaunchError(
+            "The number of slots of this cluster is unknown: Spark's plan of a range does not show it. Start the "
+            f"driver without Spark Connect. The plan is:\n{plan}"
+        )
     return int(splits[1])

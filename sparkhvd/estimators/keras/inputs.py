@@ -291,7 +291,7 @@ def plan_outputs(model: keras.Model, labels: Sequence[ColumnSpec], shapes: Seque
     if shapes is not None and len(shapes) != len(labels):
         raise ParamError(
             f"label_shapes has {counted(len(shapes), 'shape')}, but label_cols has "
-            f"{counted(len(labels), 'column')}: {names}."
+            f"{counted(len(labels), 'column')}: {names}. Pass one shape per label column."
         )
     row_shapes = [None] * len(labels) if shapes is None else [row_shape(shape) for shape in shapes]
     if declared is None:

@@ -67,7 +67,7 @@ def match_features(
     else:
         raise ParamError(
             f"feature_columns names {counted(len(selected), 'column')} {list(feature_cols)}, but the model was trained "
-            f"on {len(groups)}: {[column.path[0] for column, *_ in groups]}."
+            f"on {len(groups)}: {[column.path[0] for column, *_ in groups]}. Name one column for each of these."
         )
     return [_as_trained(column, trained_column) for column, trained_column in zip(columns, trained, strict=True)]
 

@@ -219,7 +219,7 @@ class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
         if not has_prediction_fn and len(types) != len(outputs):
             raise ParamError(
                 f"output_types has {counted(len(types), 'type')} {list(types)}, but the model has "
-                f"{counted(len(outputs), 'output')}."
+                f"{counted(len(outputs), 'output')}. Set one type per output."
             )
         if len(names) != len(types):
             label_columns = self.getOrDefault("label_columns")

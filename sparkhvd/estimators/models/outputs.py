@@ -350,5 +350,5 @@ def _numbers(values: npt.NDArray[Any], element: pa.DataType) -> pa.Array:
 def _shape_error(values: npt.NDArray[np.generic], column: OutputColumn) -> ModelOutputError:
     return ModelOutputError(
         f"Output column {column.name!r} has the type {column.type!r}, which cannot hold rows of shape "
-        f"{list(values.shape[1:])}."
+        f"{list(values.shape[1:])}. Set another type with setOutputTypes."
     )

@@ -63,18 +63,19 @@ def _rows(present: pd.Series[Any], column: ColumnSpec) -> npt.NDArray[np.generic
         decimals = "int64" if column.dtype.startswith("int") else "float64"  # the training converted decimals like this
         rows = np.stack([_dense(value, decimals) for value in present])
     except ValueError as error:
-        raise DataError(f"Feature column {column.name!r} has rows of different shapes.") from error
+        raise DataError(f"Feature column {column.name!r} has rows of different shapes. Pad or cut them.") from error
     if present.dtype.kind in "biuf":  # single values may have another type than the column
         dtype: Any = present.dtype
         rows = rows.astype(getattr(dtype, "numpy_dtype", dtype))
     if rows.dtype.kind not in "biuf":
         raise SchemaError(
-            f"Feature column {column.name!r} holds {type(present.iloc[0]).__name__} values; the model takes numbers."
+            f"Feature column {column.name!r} holds {type(present.iloc[0]).__name__} values; the model takes numbers. "
+            "Convert the column."
         )
     if rows.shape[1:] != column.shape:
         raise DataError(
             f"Feature column {column.name!r} has rows of shape {list(rows.shape[1:])}; the model was trained with rows "
-            f"of shape {list(column.shape or ())}."
+            f"of shape {list(column.shape or ())}. Reshape the rows."
         )
     return np.ascontiguousarray(rows, _SPARK_DTYPES.get(rows.dtype.name, rows.dtype))
 

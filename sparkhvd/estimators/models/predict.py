@@ -150,7 +150,7 @@ def _decode(array: pa.Array | npt.NDArray[np.generic], column: ColumnSpec) -> np
         actual = str(lengths.min()) if lengths.min() == lengths.max() else f"{lengths.min()} to {lengths.max()}"
         raise DataError(
             f"Feature column {column.name!r} has rows of length {actual}; the model was trained with rows of length "
-            f"{length}."
+            f"{length}. Pad or cut them."
         )
     return columns_of.to_numpy(array, column, "the DataFrame").copy()
 

@@ -121,7 +121,9 @@ def read(store: Store, folder: str, class_name: str, load: Callable[[Metadata, s
     while True:
         metadata = _metadata(store, folder)
         if metadata is None:
-            raise StoreError(f"{store.url}/{folder} holds no saved {class_name}: {METADATA} is missing.")
+            raise StoreError(
+                f"{store.url}/{folder} holds no saved {class_name}: {METADATA} is missing. Check the path."
+            )
         try:
             loaded = load(metadata, _content_folder(store, folder, class_name, metadata))
         except SparkHvdError:

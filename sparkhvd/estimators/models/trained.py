@@ -115,7 +115,9 @@ def wrap_model(  # noqa: PLR0917
         shapes = [np.asarray(output).shape[1:] for output in outputs]
         if labels and len(labels) != len(shapes):
             raise ParamError(
-                f"The model has {counted(len(shapes), 'output')}, but label_cols has {len(labels)}: {label_cols}."
+                f"The model has {counted(len(shapes), 'output')}, but label_cols has "
+                f"{counted(len(labels), 'column')}: {label_cols}. Name one label column per output, "
+                "or leave label_cols out."
             )
         specs = output_specs(shapes, labels)
         source, files = _save_files(Path(folder), store)

@@ -109,7 +109,7 @@ def hold_lease(
         location = WorkerLocation(offer.host_hash, offer.host, offer.bind_host)
         # Only a change of this process's parent shows that the executor has ended.
         if carry_out_commands(workers, location, commands, lambda: os.getppid() != parent) is not None:
-            raise LaunchError(f"The task on host {offer.host} lost its connection to the driver.")
+            raise LaunchError(f"The task on host {offer.host} lost its connection to the driver. See the driver's log.")
 
 
 def _describe(job: Job, lease: int) -> tuple[TaskOffer, int, int]:
@@ -190,7 +190,8 @@ def _offer_slot(client: Client, introduction: Introduction, parent: int) -> bool
             answer = client.ask(OfferSlot(introduction), _FOREVER)
         except OSError as error:
             raise LaunchError(
-                f"The task on host {introduction.offer.host} lost its connection to the driver: {error}"
+                f"The task on host {introduction.offer.host} lost its connection to the driver: {error} See "
+                "the driver's log."
             ) from error
         if not isinstance(answer, Rejected):
             return not isinstance(answer, EndLease)

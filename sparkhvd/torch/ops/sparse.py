@@ -68,7 +68,10 @@ class SparseSum:
             return torch.zeros(self.like.shape, dtype=self.like.dtype, device=self.like.device, layout=torch.sparse_coo)
         dimensions = [indices.shape[0] for indices, _ in parts]
         if len(set(dimensions)) > 1:
-            raise MismatchError(f"{self.what} has different numbers of sparse dimensions on the ranks: {dimensions}.")
+            raise MismatchError(
+                f"{self.what} has different numbers of sparse dimensions on the ranks: {dimensions}. Create the tensor "
+                "with the same number on all ranks."
+            )
         indices = torch.cat([indices for indices, _ in parts], 1)
         values = torch.cat([values for _, values in parts])
         has_fractions = values.is_floating_point() or values.is_complex()

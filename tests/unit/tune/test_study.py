@@ -55,7 +55,7 @@ def test_a_study_whose_trials_run_in_another_store_is_refused(tmp_path):
     refuse_taken_over(study, first)
     refuse_running_elsewhere(study, second)
     refuse_taken_over(study, second)
-    with pytest.raises(ParamError, match=r"A search with the Store \S+/second has begun in study 'mine' and continues"):
+    with pytest.raises(ParamError, match=r"Another search has continued study 'mine' with the Store \S+/second,"):
         refuse_taken_over(study, first)
 
 

@@ -334,7 +334,7 @@ def test_missing_and_unusable_columns_are_named(folder):
         ),
         folder / "m.parquet",
     )
-    with pytest.raises(SchemaError, match=r"Column 'm' has the type map<.*cannot be used. Supported are"):
+    with pytest.raises(SchemaError, match=r"Column 'm' has the type map<.*cannot be used. The supported types are"):
         opened(folder / "m.parquet", ["m"])
 
 

@@ -133,7 +133,7 @@ def refused(kind):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("none", "loaders have no train batches on any rank"),
+        ("none", "train loaders have no batches on any rank"),
         ("more", "loader yielded more than 1 batch in an epoch, although its len() is 1"),
         ("missing", "yielded the columns ['x'] without 'y'"),
         ("short", "yielded columns of different lengths: {'x': 2, 'y': 1}"),

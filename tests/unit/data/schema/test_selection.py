@@ -123,7 +123,7 @@ def test_columns_without_numbers_are_refused_unless_a_function_transforms_them(s
 def test_an_unsupported_type_is_refused_with_the_reason_and_the_supported_types(spark_type, message):
     schema = struct(bad=spark_type, y=t.LongType())
     refused(rf"Column 'bad.*{message}", schema=schema, feature_cols=["bad"], transformed=True)
-    refused("Supported are boolean, byte", schema=schema, feature_cols=["bad"], transformed=True)
+    refused("The supported types are boolean, byte", schema=schema, feature_cols=["bad"], transformed=True)
 
 
 def test_decimals_become_the_type_that_can_hold_them():
