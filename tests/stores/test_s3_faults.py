@@ -18,7 +18,8 @@ from pyarrow import parquet
 from sparkhvd.data import torch_loader
 from sparkhvd.errors import StoreError
 from sparkhvd.estimators.reports import EpochRecord
-from sparkhvd.estimators.training import job_files, run_log
+from sparkhvd.estimators.training import job_files
+from sparkhvd.estimators.training.logs import run_log
 from sparkhvd.store import Store
 from sparkhvd.store.backends import filesystem
 from tests.s3_server import BUCKET, SECRET, options_for

@@ -77,7 +77,7 @@ from sparkhvd.estimators.runs.run_lease import hold_run
 from sparkhvd.estimators.runs.run_plan import RunPlan
 from sparkhvd.estimators.training import finished_runs, job_files
 from sparkhvd.estimators.training.epoch_callback import CallbackServer, EpochCalls
-from sparkhvd.estimators.training.progress import ProgressOutput, is_interactive
+from sparkhvd.estimators.training.logs.progress import ProgressOutput, is_interactive
 from sparkhvd.estimators.training.sample_rows import read_sample, require_spark_dataframe
 from sparkhvd.estimators.training.worker import (
     SAMPLE_ROWS,

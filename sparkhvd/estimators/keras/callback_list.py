@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import keras
 
-from sparkhvd.estimators.keras.metrics import Logs
+from sparkhvd.estimators.keras.losses.metrics import Logs
 
 
 class TrainingCallbackList(keras.callbacks.CallbackList):  # type: ignore[misc]  # keras has no types

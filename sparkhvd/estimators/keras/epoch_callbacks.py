@@ -13,13 +13,13 @@ import numpy.typing as npt
 
 from sparkhvd.comm import session
 from sparkhvd.comm.collectives.buffers import ReduceOp
-from sparkhvd.estimators.keras.arrays import arrays_from_bytes, arrays_to_bytes, value_of
+from sparkhvd.estimators.keras.checkpoint.arrays import arrays_from_bytes, arrays_to_bytes, value_of
+from sparkhvd.estimators.keras.checkpoint.module_buffers import Arrays
+from sparkhvd.estimators.keras.checkpoint.randomness import RandomStates
 from sparkhvd.estimators.keras.dataset import BatchDataset
-from sparkhvd.estimators.keras.divisors import CurrentBatch
 from sparkhvd.estimators.keras.graph_flags import GraphFlags
-from sparkhvd.estimators.keras.metrics import Logs, MetricSums, as_number, summed_results
-from sparkhvd.estimators.keras.module_buffers import Arrays
-from sparkhvd.estimators.keras.randomness import RandomStates
+from sparkhvd.estimators.keras.losses.divisors import CurrentBatch
+from sparkhvd.estimators.keras.losses.metrics import Logs, MetricSums, as_number, summed_results
 from sparkhvd.estimators.keras.statistics import LayerStatistics, variables_independent_of_rows, without_sums
 from sparkhvd.estimators.plugin import Trainer, TrainHooks
 from sparkhvd.estimators.reports import EpochReport, StepReport, StepTimes

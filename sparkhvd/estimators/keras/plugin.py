@@ -251,7 +251,7 @@ def use_backend(name: str) -> None:
 def _package(params: Mapping[str, Any]) -> Package:
     import keras  # noqa: PLC0415
 
-    from sparkhvd.estimators.keras.names import check_names  # noqa: PLC0415
+    from sparkhvd.estimators.keras.losses.names import check_names  # noqa: PLC0415
     from sparkhvd.estimators.keras.serialization.package import (  # noqa: PLC0415
         Package,
         check_configs,
@@ -442,7 +442,7 @@ def _outputs(params: Mapping[str, object], schema: DataSchema) -> Ports:
 def _try_out(
     package: Package, schema: DataSchema, sample: Arrays, params: Mapping[str, object] | None = None
 ) -> list[tuple[int, ...]]:
-    from sparkhvd.estimators.keras.divisors import CurrentBatch, divide_over_ranks  # noqa: PLC0415  (imports Keras)
+    from sparkhvd.estimators.keras.losses.divisors import CurrentBatch, divide_over_ranks  # noqa: PLC0415  (imports Keras)
 
     rows = len(next(iter(sample.values())))
     model = _rebuilt_model(package)

@@ -13,8 +13,8 @@ import numpy as np
 
 from sparkhvd.comm import session
 from sparkhvd.comm.collectives.buffers import ReduceOp
-from sparkhvd.estimators.keras.arrays import value_of
-from sparkhvd.estimators.keras.module_buffers import Arrays, ModuleBuffers
+from sparkhvd.estimators.keras.checkpoint.arrays import value_of
+from sparkhvd.estimators.keras.checkpoint.module_buffers import Arrays, ModuleBuffers
 from sparkhvd.keras.variables import broadcast_variables
 
 _BUFFER = "buffer."  # begins the names of buffers among the values of a rank

@@ -18,16 +18,17 @@ import numpy.typing as npt
 from sparkhvd.comm import session
 from sparkhvd.data.read.batches import BatchSource
 from sparkhvd.errors import ParamError
-from sparkhvd.estimators.keras.arrays import arrays_from_bytes, arrays_to_bytes, value_of
 from sparkhvd.estimators.keras.callback_list import TrainingCallbackList
-from sparkhvd.estimators.keras.callback_states import (
+from sparkhvd.estimators.keras.checkpoint.arrays import arrays_from_bytes, arrays_to_bytes, value_of
+from sparkhvd.estimators.keras.checkpoint.callback_states import (
     append_to_files,
     callback_states,
     changes_model_at_end,
     restore_callbacks,
 )
+from sparkhvd.estimators.keras.checkpoint.module_buffers import ModuleBuffers
+from sparkhvd.estimators.keras.checkpoint.randomness import RandomStates
 from sparkhvd.estimators.keras.dataset import BatchDataset, as_input_of_fit
-from sparkhvd.estimators.keras.divisors import CurrentBatch, divide_over_ranks
 from sparkhvd.estimators.keras.epoch_callbacks import (
     EpochBeginCallback,
     EpochEndCallback,
@@ -35,9 +36,8 @@ from sparkhvd.estimators.keras.epoch_callbacks import (
 )
 from sparkhvd.estimators.keras.graph_flags import GraphFlags
 from sparkhvd.estimators.keras.kept_state import SumFunction, can_keep_state, sum_function, version_of
-from sparkhvd.estimators.keras.metrics import create_metrics_before_training
-from sparkhvd.estimators.keras.module_buffers import ModuleBuffers
-from sparkhvd.estimators.keras.randomness import RandomStates
+from sparkhvd.estimators.keras.losses.divisors import CurrentBatch, divide_over_ranks
+from sparkhvd.estimators.keras.losses.metrics import create_metrics_before_training
 from sparkhvd.estimators.keras.serialization import artifact
 from sparkhvd.estimators.keras.serialization.omissions import Omissions
 from sparkhvd.estimators.keras.serialization.package import (

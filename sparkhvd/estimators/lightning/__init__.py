@@ -14,11 +14,6 @@ if TYPE_CHECKING:
     from sparkhvd.estimators.lightning.estimator import LightningEstimator as LightningEstimator
     from sparkhvd.estimators.lightning.estimator import LightningModel as LightningModel
 
-# Files that only a model of this estimator has; all others equal the files of a torch model.
-CHECKPOINT, LOGS = "lightning.ckpt", "logs.zip"
-
-RUN_KEY = "sparkhvd"  # the key of the run callback's state in a checkpoint
-
 FRAMEWORK = Framework(
     title="Lightning",
     estimator="LightningEstimator",

@@ -11,7 +11,7 @@ import torch
 
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.api.estimator import DistributedEstimator
-from sparkhvd.estimators.lightning import CHECKPOINT, LOGS
+from sparkhvd.estimators.lightning.files import CHECKPOINT, LOGS
 from sparkhvd.estimators.lightning.retired import LIGHTNING_RETIRED
 from sparkhvd.estimators.models.model import TrainedModel
 from sparkhvd.estimators.params.declarations import Declared, Identity, declared

@@ -23,9 +23,9 @@ from sparkhvd.comm.connect.membership import LOST_CONNECTIONS
 from sparkhvd.config import scratch_folder
 from sparkhvd.data.read.batches import BatchSource
 from sparkhvd.errors import ParamError
-from sparkhvd.estimators.lightning import CHECKPOINT, LOGS, RUN_KEY
 from sparkhvd.estimators.lightning.batches import BatchFormat, Columns, LightningBatch, RankLoader, build_batch_format
 from sparkhvd.estimators.lightning.checkpoint import best_model
+from sparkhvd.estimators.lightning.checkpoint.best_model import RUN_KEY
 from sparkhvd.estimators.lightning.checkpoint.epoch_values import EpochValues
 from sparkhvd.estimators.lightning.checkpoint.hot_start import keep_modes, train_as_before
 from sparkhvd.estimators.lightning.checkpoint.mid_epoch_resume import (
@@ -36,6 +36,7 @@ from sparkhvd.estimators.lightning.checkpoint.mid_epoch_resume import (
     validates_after,
 )
 from sparkhvd.estimators.lightning.checkpoint.weights import prepare_module
+from sparkhvd.estimators.lightning.files import CHECKPOINT, LOGS
 from sparkhvd.estimators.lightning.package import LightningPackage, lightning_module
 from sparkhvd.estimators.lightning.steps import (
     BatchEndHook,

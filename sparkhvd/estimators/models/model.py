@@ -33,8 +33,8 @@ from sparkhvd.estimators.models.retained_files import RetainedFiles
 from sparkhvd.estimators.models.trained import ModelArtifacts, wrap_model
 from sparkhvd.estimators.params.named_inputs import columns_of, named_inputs
 from sparkhvd.estimators.params.params import ModelParams, shapes
-from sparkhvd.estimators.training.history import History, to_history
 from sparkhvd.estimators.training.job_files import FileSource, InMemoryFiles
+from sparkhvd.estimators.training.logs.history import History, to_history
 from sparkhvd.estimators.training.sample_rows import require_spark_dataframe
 from sparkhvd.store import Store, store_at
 

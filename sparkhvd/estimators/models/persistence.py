@@ -36,8 +36,8 @@ from sparkhvd.estimators.models.retained_files import RetainedFiles, is_pipeline
 from sparkhvd.estimators.models.saved_folder import Metadata
 from sparkhvd.estimators.models.trained import ModelArtifacts
 from sparkhvd.estimators.params.backend import SparkBackend
-from sparkhvd.estimators.training.history import record_from_json
 from sparkhvd.estimators.training.job_files import FileSource, StoredFile
+from sparkhvd.estimators.training.logs.history import record_from_json
 from sparkhvd.store import Store, store_at
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from sparkhvd.errors import StoreError
 from sparkhvd.estimators.reports import EpochRecord
 from sparkhvd.estimators.runs.resume_check import ModelFacts, facts_from_json
 from sparkhvd.estimators.runs.run_lease import Fence, owned_checkpoints
-from sparkhvd.estimators.training.history import record_from_json
+from sparkhvd.estimators.training.logs.history import record_from_json
 from sparkhvd.store import layout
 from sparkhvd.store.protocol import Store
 

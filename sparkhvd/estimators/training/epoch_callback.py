@@ -22,7 +22,7 @@ from sparkhvd.deadline import Deadline
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.params.policies import metric_values
 from sparkhvd.estimators.reports import EpochRecord
-from sparkhvd.estimators.training.history import record_from_json
+from sparkhvd.estimators.training.logs.history import record_from_json
 from sparkhvd.rpc.client import Client, connect
 from sparkhvd.rpc.messages import EpochsAnswered, EpochsEnded, Message, Rejected
 from sparkhvd.rpc.server import Server

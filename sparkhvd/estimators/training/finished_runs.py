@@ -12,8 +12,8 @@ from sparkhvd._util.counts import counted
 from sparkhvd.data.schema.data_schema import ColumnSpec, DataSchema
 from sparkhvd.errors import StoreError
 from sparkhvd.estimators.training import checkpoint
-from sparkhvd.estimators.training.history import record_from_json
 from sparkhvd.estimators.training.job_files import StoredFile
+from sparkhvd.estimators.training.logs.history import record_from_json
 from sparkhvd.estimators.training.worker import TrainResult
 from sparkhvd.store import Store, layout
 

@@ -21,11 +21,12 @@ from sparkhvd.errors import DataError
 from sparkhvd.estimators.plugin import Trainer, TrainSpec
 from sparkhvd.estimators.reports import EpochRecord, EpochReport, StepReport
 from sparkhvd.estimators.runs.run_lease import Fence
-from sparkhvd.estimators.training import checkpoint, job_files, run_log
+from sparkhvd.estimators.training import checkpoint, job_files
 from sparkhvd.estimators.training.checkpoint import Checkpoint, EpochPosition
 from sparkhvd.estimators.training.commits import Commits
 from sparkhvd.estimators.training.epoch_callback import CallbackClient
-from sparkhvd.estimators.training.history import average_over_ranks
+from sparkhvd.estimators.training.logs import run_log
+from sparkhvd.estimators.training.logs.history import average_over_ranks
 from sparkhvd.estimators.training.resume_state import load_resume_state, log_resumption, with_final_state
 from sparkhvd.store import layout
 from sparkhvd.store.protocol import Store

@@ -44,7 +44,7 @@ from sparkhvd.estimators.training.commits import Commits
 from sparkhvd.estimators.training.epoch_callback import CallbackAddress, CallbackClient
 from sparkhvd.estimators.training.hooks import RunHooks
 from sparkhvd.estimators.training.job_files import InMemoryFiles
-from sparkhvd.estimators.training.progress import ReportingSource
+from sparkhvd.estimators.training.logs.progress import ReportingSource
 from sparkhvd.store import layout
 from sparkhvd.store.protocol import Store
 from sparkhvd.world import World

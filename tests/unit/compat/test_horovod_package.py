@@ -450,7 +450,7 @@ def test_the_history_of_a_keras_model_equals_that_of_keras(horovod, monkeypatch)
     from horovod.spark.keras import KerasModel  # noqa: PLC0415
 
     from sparkhvd.estimators import keras as ours  # noqa: PLC0415
-    from sparkhvd.estimators.training.history import EpochRecord, to_history  # noqa: PLC0415
+    from sparkhvd.estimators.training.logs.history import EpochRecord, to_history  # noqa: PLC0415
 
     shares = {"data_wait": 0.1, "compute": 0.7, "communication": 0.2}
     records = [EpochRecord(0, {"loss": 2.0, "mae": 1.0}, {"loss": 3.0, "mae": 1.5}, 9.0, 0.5, shares)]

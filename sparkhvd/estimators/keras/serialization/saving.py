@@ -11,7 +11,7 @@ import keras
 
 from sparkhvd.config import scratch_folder
 from sparkhvd.errors import ParamError
-from sparkhvd.estimators.keras.metrics import Logs
+from sparkhvd.estimators.keras.losses.metrics import Logs
 from sparkhvd.estimators.params.fit_plan import FitPlan
 from sparkhvd.estimators.params.policies import Checkpoints, Mode, metric_value
 from sparkhvd.estimators.plugin import TrainHooks

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeGuard
 
 import torch
 
-from sparkhvd.estimators.lightning import RUN_KEY
 from sparkhvd.estimators.torch.checkpoint.safe_state import content_of
 
 if TYPE_CHECKING:
@@ -23,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 State = dict[str, Any]  # a state in a checkpoint, which only its owner can read
 
+RUN_KEY = "sparkhvd"  # the key of the run callback's state in a checkpoint
 _KEPT_OF_RUN = ("buffers", "masks")
 
 

@@ -14,7 +14,7 @@ from sparkhvd.data import DataSchema
 from sparkhvd.errors import ConfigError, ModelOutputError, ParamError, SchemaError
 from sparkhvd.estimators.api.validation import check_monitored_metrics
 from sparkhvd.estimators.keras import KerasEstimator
-from sparkhvd.estimators.keras.names import check_names
+from sparkhvd.estimators.keras.losses.names import check_names
 from sparkhvd.estimators.keras.plugin import PLUGIN
 from sparkhvd.estimators.keras.serialization import artifact
 from sparkhvd.estimators.params.named_inputs import named_inputs

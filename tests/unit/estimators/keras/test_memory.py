@@ -13,7 +13,7 @@ from sparkhvd.comm import session
 from sparkhvd.data.read.prefetch import StoppedError
 from sparkhvd.errors import HorovodInternalError
 from sparkhvd.estimators.keras.dataset import BatchDataset
-from sparkhvd.estimators.keras.divisors import CurrentBatch
+from sparkhvd.estimators.keras.losses.divisors import CurrentBatch
 from sparkhvd.estimators.keras.plugin import PLUGIN
 from tests.unit.estimators.arrays import ArraySource, Hooks, partition_rows, spec
 from tests.unit.estimators.keras.networks import SEQUENCES, masked_network, parameters, raise_lost_rank, sequences

@@ -13,7 +13,7 @@ import pytest
 
 import sparkhvd.keras as hvd
 from sparkhvd.comm import objects, session
-from sparkhvd.estimators.keras.arrays import arrays_from_bytes, arrays_to_bytes
+from sparkhvd.estimators.keras.checkpoint.arrays import arrays_from_bytes, arrays_to_bytes
 from sparkhvd.estimators.keras.plugin import PLUGIN
 from sparkhvd.estimators.keras.serialization import artifact
 from sparkhvd.estimators.params.policies import Checkpoints

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sparkhvd.errors import ParamError
-from sparkhvd.estimators.keras.callback_states import changes_model_at_end
+from sparkhvd.estimators.keras.checkpoint.callback_states import changes_model_at_end
 from sparkhvd.estimators.keras.plugin import PLUGIN
 from sparkhvd.estimators.runs.resume_check import check_resumable, facts_from_json
 from sparkhvd.world import World

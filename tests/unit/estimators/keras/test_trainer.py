@@ -14,11 +14,11 @@ from sparkhvd.comm import session
 from sparkhvd.data import ColumnSpec, DataSchema
 from sparkhvd.data.schema import columns
 from sparkhvd.errors import ParamError
-from sparkhvd.estimators.keras.divisors import CurrentBatch
+from sparkhvd.estimators.keras.losses.divisors import CurrentBatch
 from sparkhvd.estimators.keras.plugin import PLUGIN
 from sparkhvd.estimators.keras.serialization import artifact
 from sparkhvd.estimators.keras.statistics import variables_independent_of_rows
-from sparkhvd.estimators.training.history import average_over_ranks
+from sparkhvd.estimators.training.logs.history import average_over_ranks
 from tests.unit.estimators.arrays import ArraySource, Hooks, partition_rows, schema, spec
 from tests.unit.estimators.keras.networks import (
     DATA,

@@ -12,7 +12,7 @@ import torch
 from sparkhvd.comm import session
 from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.errors import ParamError
-from sparkhvd.estimators.training.history import average_over_ranks
+from sparkhvd.estimators.training.logs.history import average_over_ranks
 from tests.unit.estimators.arrays import Hooks, spec
 from tests.unit.estimators.interruptions import assert_equal_values, values_of_epochs
 from tests.unit.estimators.lightning.networks import DATA, EVEN, SOME_EMPTY, module, rows, source, trainer_of

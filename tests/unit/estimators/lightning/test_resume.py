@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sparkhvd.comm import session
-from sparkhvd.estimators.training.history import average_over_ranks
+from sparkhvd.estimators.training.logs.history import average_over_ranks
 from tests.unit.estimators.lightning.networks import (
     EVEN,
     flat,

@@ -11,8 +11,8 @@ import torch
 from sparkhvd.comm import session
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.params import policies
-from sparkhvd.estimators.training.history import average_over_ranks
 from sparkhvd.estimators.training.hooks import RunHooks
+from sparkhvd.estimators.training.logs.history import average_over_ranks
 from sparkhvd.store import Store
 from tests.unit.estimators.arrays import ArraySource, Hooks
 from tests.unit.estimators.lightning.networks import (

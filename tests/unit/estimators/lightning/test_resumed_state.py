@@ -11,7 +11,7 @@ import torch
 
 from sparkhvd.comm import session
 from sparkhvd.errors import ParamError
-from sparkhvd.estimators.lightning import RUN_KEY
+from sparkhvd.estimators.lightning.checkpoint.best_model import RUN_KEY
 from sparkhvd.estimators.params import policies
 from sparkhvd.estimators.training.hooks import RunHooks
 from tests.unit.estimators.arrays import Hooks, spec

@@ -15,7 +15,7 @@ import torch
 import sparkhvd.torch as hvd
 from sparkhvd.comm import session
 from sparkhvd.data import DataModule
-from sparkhvd.estimators.training.history import average_over_ranks, to_history
+from sparkhvd.estimators.training.logs.history import average_over_ranks, to_history
 from tests.unit.estimators.arrays import Hooks
 from tests.unit.estimators.lightning.networks import (
     EVEN,

@@ -23,7 +23,7 @@ from sparkhvd.estimators.torch.checkpoint.safe_state import plain_numbers
 from sparkhvd.estimators.torch.plugin import PLUGIN
 from sparkhvd.estimators.torch.schedule import LRSchedule, RunningSchedule
 from sparkhvd.estimators.torch.serialization import artifact
-from sparkhvd.estimators.training.history import average_over_ranks
+from sparkhvd.estimators.training.logs.history import average_over_ranks
 from sparkhvd.world import World
 from tests.unit.estimators.arrays import Hooks, spec
 from tests.unit.estimators.interruptions import assert_equal_values, values_of_epochs

@@ -16,7 +16,7 @@ from sparkhvd.data.schema.data_schema import DataSchema
 from sparkhvd.estimators.reports import EpochReport
 from sparkhvd.estimators.torch.callbacks import TorchCallback
 from sparkhvd.estimators.torch.plugin import PLUGIN
-from sparkhvd.estimators.training.history import average_over_ranks
+from sparkhvd.estimators.training.logs.history import average_over_ranks
 from sparkhvd.world import World
 from tests.unit.estimators.arrays import ArraySource, Hooks, schema, spec
 from tests.unit.estimators.torch.networks import (

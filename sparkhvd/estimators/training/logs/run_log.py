@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 
 from sparkhvd.estimators.reports import EpochRecord
-from sparkhvd.estimators.training.tensorboard_events import event_file
+from sparkhvd.estimators.training.logs.tensorboard_events import event_file
 from sparkhvd.store import layout
 from sparkhvd.store.protocol import Store
 

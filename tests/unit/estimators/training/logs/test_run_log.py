@@ -14,10 +14,10 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from sparkhvd.data.read.prefetch import StopSignal
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.reports import EpochRecord, EpochReport, StepTimes
-from sparkhvd.estimators.training import run_log
-from sparkhvd.estimators.training.history import History, average_over_ranks, to_history
-from sparkhvd.estimators.training.progress import ProgressOutput, ReportingSource
-from sparkhvd.estimators.training.tensorboard_events import crc32c
+from sparkhvd.estimators.training.logs import run_log
+from sparkhvd.estimators.training.logs.history import History, average_over_ranks, to_history
+from sparkhvd.estimators.training.logs.progress import ProgressOutput, ReportingSource
+from sparkhvd.estimators.training.logs.tensorboard_events import crc32c
 from sparkhvd.store import Store
 from tests.unit.estimators.arrays import ArraySource
 
@@ -98,7 +98,7 @@ def test_tensorboard_reads_the_event_files_of_a_run(tmp_path):
 
 
 def test_steps_over_128_and_tags_of_any_length_are_written(tmp_path):
-    from sparkhvd.estimators.training.tensorboard_events import event_file  # noqa: PLC0415
+    from sparkhvd.estimators.training.logs.tensorboard_events import event_file  # noqa: PLC0415
 
     path = tmp_path / "events.out.tfevents.1"
     path.write_bytes(event_file(1.5, 100_000, {"x" * 300: math.pi}))
@@ -108,7 +108,7 @@ def test_steps_over_128_and_tags_of_any_length_are_written(tmp_path):
 
 @pytest.mark.parametrize(("value", "shown"), [(1e39, math.inf), (-1e39, -math.inf)])
 def test_a_value_too_large_for_an_event_file_is_shown_as_infinite(tmp_path, value, shown):
-    from sparkhvd.estimators.training.tensorboard_events import event_file  # noqa: PLC0415
+    from sparkhvd.estimators.training.logs.tensorboard_events import event_file  # noqa: PLC0415
 
     path = tmp_path / "events.out.tfevents.1"
     path.write_bytes(event_file(1.5, 1, {"loss": value}))

@@ -7,14 +7,14 @@ import random
 import keras
 import numpy as np
 
-from sparkhvd.estimators.keras.arrays import arrays_to_bytes
+from sparkhvd.estimators.keras.checkpoint.arrays import arrays_to_bytes
 from tests.unit.estimators.arrays import Hooks, spec
 from tests.unit.estimators.keras.networks import DATA
 
 
 def draw_numbers(rank: int, hooks: Hooks, epoch: int = 1) -> dict[str, list[float]]:
     """Return random numbers from the beginning of an epoch and from its first batch, by generator."""
-    from sparkhvd.estimators.keras.randomness import RandomStates  # noqa: PLC0415
+    from sparkhvd.estimators.keras.checkpoint.randomness import RandomStates  # noqa: PLC0415
 
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dropout(0.5)])
     states = RandomStates(model, spec(DATA), rank, hooks)
@@ -66,7 +66,7 @@ def test_ranks_that_resume_their_own_epoch_continue_with_their_numbers(group):
 
 def undisturbed_and_resumed() -> tuple[list[float], list[float]]:
     """Return the numbers of the second batch of an epoch, without and after an interruption."""
-    from sparkhvd.estimators.keras.randomness import RandomStates  # noqa: PLC0415
+    from sparkhvd.estimators.keras.checkpoint.randomness import RandomStates  # noqa: PLC0415
 
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dropout(0.5)])
 

@@ -12,7 +12,7 @@ from keras.src.models.functional import Functional  # not exported
 
 from sparkhvd.comm import session
 from sparkhvd.comm.collectives.buffers import ReduceOp
-from sparkhvd.estimators.keras.arrays import arrays_from_bytes, arrays_to_bytes
+from sparkhvd.estimators.keras.checkpoint.arrays import arrays_from_bytes, arrays_to_bytes
 
 Logs = dict[str, float] | None  # the values that callbacks get, by metric
 

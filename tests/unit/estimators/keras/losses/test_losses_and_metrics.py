@@ -11,11 +11,11 @@ import pytest
 from sparkhvd.comm import session
 from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.errors import HorovodInternalError, ParamError
-from sparkhvd.estimators.keras.divisors import CurrentBatch, divide_over_ranks
-from sparkhvd.estimators.keras.metrics import create_metrics_before_training
+from sparkhvd.estimators.keras.losses.divisors import CurrentBatch, divide_over_ranks
+from sparkhvd.estimators.keras.losses.metrics import create_metrics_before_training
 from sparkhvd.estimators.keras.plugin import PLUGIN
 from sparkhvd.estimators.keras.serialization import artifact
-from sparkhvd.estimators.training.history import average_over_ranks
+from sparkhvd.estimators.training.logs.history import average_over_ranks
 from sparkhvd.tensorflow.tensors import own_failures
 from tests.unit.estimators.arrays import ArraySource, Hooks, partition_rows, schema, spec
 from tests.unit.estimators.keras.networks import (

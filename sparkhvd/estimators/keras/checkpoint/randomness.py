@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from keras.src.random.seed_generator import global_seed_generator  # Keras does not export it
 
-from sparkhvd.estimators.keras.arrays import arrays_from_bytes, value_of
+from sparkhvd.estimators.keras.checkpoint.arrays import arrays_from_bytes, value_of
 from sparkhvd.estimators.plugin import TrainHooks, TrainSpec
 from sparkhvd.keras.variables import seed_states
 

@@ -17,7 +17,7 @@ _ROWS_AND_COLUMNS = (24, 100)
 # The lines that the launcher passes to the driver's side for one rank.
 _TRAINING = """
 import json, sys
-from sparkhvd.estimators.training.progress import ProgressOutput, is_interactive
+from sparkhvd.estimators.training.logs.progress import ProgressOutput, is_interactive
 
 assert is_interactive()
 output = ProgressOutput("a run")
@@ -93,7 +93,7 @@ def test_a_bar_in_a_terminal_ends_full_on_its_own_line():
 
 
 def test_output_to_a_file_is_not_interactive(tmp_path):
-    code = "from sparkhvd.estimators.training.progress import is_interactive; print(is_interactive())"
+    code = "from sparkhvd.estimators.training.logs.progress import is_interactive; print(is_interactive())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 
