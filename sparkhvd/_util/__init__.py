@@ -1,1 +1,1 @@
-"""Small helpers that any layer may use: addresses, threads, file locks, tracebacks, suggestions."""
+"""Small helpers that any layer may use: addresses, threads, processes, registries, texts, imports of frameworks."""

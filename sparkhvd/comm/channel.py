@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 
 from sparkhvd import _core
 from sparkhvd._util.counts import counted
-from sparkhvd._util.file_descriptors import allow_files
+from sparkhvd._util.processes.file_descriptors import allow_files
 from sparkhvd.comm import nccl
 from sparkhvd.comm.connect.launch_context import LaunchContext
 from sparkhvd.comm.connect.rendezvous import RendezvousClient

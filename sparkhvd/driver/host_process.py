@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from sparkhvd._util.addresses import is_loopback
-from sparkhvd._util.forks import close_in_children
+from sparkhvd._util.processes.forks import close_in_children
 from sparkhvd.config import environment_for_hosts
 from sparkhvd.deadline import Deadline
 from sparkhvd.task.failure_report import describe_exit

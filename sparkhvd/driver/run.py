@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Never, TextIO, TypeVar
 
 from sparkhvd._util.counts import plain_count
-from sparkhvd._util.process_identity import ProcessOnMachine
+from sparkhvd._util.processes.process_identity import ProcessOnMachine
 from sparkhvd._util.short_tracebacks import brief_errors
 from sparkhvd.compat.horovod import unknown_argument
 from sparkhvd.config import Config, changed_environment, warn_ignored_variables
@@ -87,6 +87,15 @@ def run(  # noqa: PLR0917 - the order of the arguments is Horovod's
         ...     return hvd.rank(), hvd.size()
         >>> sparkhvd.run(rank_and_size, num_proc=2)  # doctest: +SKIP
         [(0, 2), (1, 2)]
+
+    The arguments by subject:
+
+    - the function: ``fn``, ``args``, ``kwargs``, ``preload``, ``rows``
+    - the ranks: ``num_proc``, ``cpus_per_task``, ``gpus_per_task``, ``env``, ``executable``
+    - the launcher: ``launcher``, ``spark``, ``use_gloo``, ``use_mpi``, ``extra_mpi_args``, ``hosts``, ``ssh_port``,
+      ``ssh_identity_file``, ``nics``
+    - the start: ``start_timeout``, ``priority``
+    - the output: ``stdout``, ``stderr``, ``verbose``, ``output_filename``, ``prefix_output_with_timestamp``
 
     Args:
         fn: runs once per rank, in a process of its own. Its code is sent to the ranks if it is defined in the main

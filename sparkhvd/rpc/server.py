@@ -13,7 +13,7 @@ from typing import Protocol
 
 from sparkhvd import _core
 from sparkhvd._util.closable import Closable
-from sparkhvd._util.forks import close_copies, close_in_children, keep_in_children
+from sparkhvd._util.processes.forks import close_copies, close_in_children, keep_in_children
 from sparkhvd.errors import DeadlineExceededError, SparkHvdError
 from sparkhvd.rpc.fields import MessageError
 from sparkhvd.rpc.frames import error_of, is_host_unreachable, translated

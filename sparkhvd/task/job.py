@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field, replace
 
-from sparkhvd._util.process_identity import ProcessOnMachine
+from sparkhvd._util.processes.process_identity import ProcessOnMachine
 from sparkhvd.comm.connect.commit_folder import CommitFolder
 from sparkhvd.config import Config
 from sparkhvd.task.log_files import LogFiles

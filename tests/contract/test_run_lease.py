@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 
-from sparkhvd._util.process_identity import machine_id
+from sparkhvd._util.processes.process_identity import machine_id
 from sparkhvd.data.reuse.leases import Hold
 from sparkhvd.errors import ParamError, StoreError
 from sparkhvd.estimators.runs import run_lease
@@ -24,7 +24,7 @@ from tests.waiting import wait_for
 # A fit that holds the run "r": it saves a checkpoint, and on request tries to save another one.
 HOLDER = """
 import pickle, sys
-from sparkhvd._util import process_identity
+from sparkhvd._util.processes import process_identity
 from sparkhvd.data.reuse.leases import Hold
 from sparkhvd.errors import StoreError
 from sparkhvd.estimators.runs import run_lease

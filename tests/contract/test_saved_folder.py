@@ -14,7 +14,7 @@ from functools import partial
 
 import pytest
 
-from sparkhvd._util.process_identity import machine_id, process_start
+from sparkhvd._util.processes.process_identity import machine_id, process_start
 from sparkhvd.errors import StoreError
 from sparkhvd.estimators.models import folder_lease, saved_folder
 from sparkhvd.store import LocalStore

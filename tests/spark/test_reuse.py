@@ -15,7 +15,7 @@ from pyspark.ml.feature import VectorAssembler
 from pyspark.sql import functions
 
 from sparkhvd import prepare_data
-from sparkhvd._util.process_identity import machine_id, process_start
+from sparkhvd._util.processes.process_identity import machine_id, process_start
 from sparkhvd.data import clean
 from sparkhvd.data.reuse.fingerprint import fingerprint, living_caches
 from sparkhvd.errors import DataError, ParamError

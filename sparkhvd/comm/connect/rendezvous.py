@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from sparkhvd import _core
 from sparkhvd._util.closable import Closable
-from sparkhvd._util.forks import close_copies, close_in_children, keep_in_children
+from sparkhvd._util.processes.forks import close_copies, close_in_children, keep_in_children
 from sparkhvd.comm.failures import translated
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import DeadlineExceededError, NotInitializedError

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from sparkhvd._util.process_identity import process_start, state_and_start
+from sparkhvd._util.processes.process_identity import process_start, state_and_start
 from sparkhvd.errors import CollectiveError
 
 _MAX_FRAMES = 15

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparkhvd._util.closable import Closable
 from sparkhvd._util.counts import counted
-from sparkhvd._util.file_lock import exclusive_on_machine
+from sparkhvd._util.processes.file_lock import exclusive_on_machine
 from sparkhvd._util.short_tracebacks import brief_errors
 from sparkhvd.compat.spark import is_case_sensitive
 from sparkhvd.data.prepare.prepare import WriteOptions, prepare, refuse_streaming

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sparkhvd._util.process_identity import is_running, machine_id, process_start
+from sparkhvd._util.processes.process_identity import is_running, machine_id, process_start
 from sparkhvd.compat.spark import is_connect, session_settings, text_of_plan
 from sparkhvd.data.spark.job import run_job
 

@@ -32,7 +32,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Protocol, Self
 
 from sparkhvd._util.background import in_threads
-from sparkhvd._util.process_identity import ProcessOnMachine
+from sparkhvd._util.processes.process_identity import ProcessOnMachine
 from sparkhvd.errors import SparkHvdError, StoreError
 from sparkhvd.store import layout
 from sparkhvd.store.optional_files import read_if_exists

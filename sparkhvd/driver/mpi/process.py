@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from sparkhvd._util.background import in_background, is_done_within
-from sparkhvd._util.forks import close_in_children
+from sparkhvd._util.processes.forks import close_in_children
 from sparkhvd.comm.connect.inherited_world import memory_file
 from sparkhvd.config import changed_environment
 from sparkhvd.driver.mpi.command import agent_script, agent_setting, mpirun_defaults

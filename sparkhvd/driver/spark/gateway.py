@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sparkhvd._util.forks import close_in_children
+from sparkhvd._util.processes.forks import close_in_children
 from sparkhvd.compat.spark import is_connect
 
 if TYPE_CHECKING:

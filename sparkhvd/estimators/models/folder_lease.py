@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 
-from sparkhvd._util.process_identity import ProcessOnMachine
+from sparkhvd._util.processes.process_identity import ProcessOnMachine
 from sparkhvd.data.reuse.leases import holding, release_and_log
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import StoreError

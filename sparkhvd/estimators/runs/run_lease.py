@@ -30,7 +30,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import TypeVar
 
-from sparkhvd._util.process_identity import ProcessOnMachine
+from sparkhvd._util.processes.process_identity import ProcessOnMachine
 from sparkhvd.data.reuse.leases import holding, release_and_log
 from sparkhvd.errors import ParamError, StoreError
 from sparkhvd.store import layout

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import NoReturn
 from zipimport import zipimporter
 
-from sparkhvd._util.process_identity import process_start
+from sparkhvd._util.processes.process_identity import process_start
 from sparkhvd.config import SCRATCH, export
 from sparkhvd.deadline import Deadline
 from sparkhvd.task.worker.exit import Exited, wait_for_child

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from sparkhvd._util.process_identity import ProcessOnMachine
+from sparkhvd._util.processes.process_identity import ProcessOnMachine
 from sparkhvd.driver.log_stream import LogStream
 from sparkhvd.driver.spark.task_exchange import TaskExchange
 from sparkhvd.errors import LaunchError

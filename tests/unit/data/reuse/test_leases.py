@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sparkhvd._util.process_identity import machine_id
+from sparkhvd._util.processes.process_identity import machine_id
 from sparkhvd.data import torch_loader
 from sparkhvd.data.external import parquet_files
 from sparkhvd.data.external.parquet_files import ExistingFiles, open_data, open_existing

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from sparkhvd._util.process_identity import is_running, process_start
+from sparkhvd._util.processes.process_identity import is_running, process_start
 
 # Gives itself a name that the kernel cuts within a character.
 _NAMED = "open('/proc/self/comm', 'wb').write('обучение'.encode()); print(flush=True); input()"
@@ -13,7 +13,7 @@ _NAMED = "open('/proc/self/comm', 'wb').write('обучение'.encode()); prin
 _LOOK = """
 import os, sys
 from pathlib import Path
-from sparkhvd._util import process_identity
+from sparkhvd._util.processes import process_identity
 
 process_identity._PROCESSES = Path(sys.argv[1])
 if os.geteuid() == 0:

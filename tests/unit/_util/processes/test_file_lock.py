@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from sparkhvd._util import file_lock
-from sparkhvd._util.file_lock import exclusive_on_machine
+from sparkhvd._util.processes import file_lock
+from sparkhvd._util.processes.file_lock import exclusive_on_machine
 from sparkhvd.deadline import Deadline
 
 
@@ -61,7 +61,7 @@ def test_a_wait_for_a_lock_ends_at_the_deadline_and_depends_on_its_name(caplog, 
 def test_a_killed_holder_releases_the_lock(folder):
     script = """
 import sys, tempfile
-from sparkhvd._util.file_lock import exclusive_on_machine
+from sparkhvd._util.processes.file_lock import exclusive_on_machine
 from sparkhvd.deadline import Deadline
 tempfile.tempdir = sys.argv[1]
 with exclusive_on_machine("one", Deadline.after(60)):

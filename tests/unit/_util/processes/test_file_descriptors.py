@@ -5,7 +5,7 @@ import sys
 
 _LIMITED = """
 import resource, sys
-from sparkhvd._util.file_descriptors import allow_files
+from sparkhvd._util.processes.file_descriptors import allow_files
 from sparkhvd.errors import ConfigError
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (100, 1000))
