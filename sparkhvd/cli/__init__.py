@@ -1,1 +1,1 @@
-"""The command line."""
+"""The command line: ``sparkhvdrun``, ``sparkhvd doctor``, and the flags and files that configure them."""

@@ -26,17 +26,17 @@ _OPERATIONS = {
 }
 
 
-def reduce_op(wanted: object) -> ReduceOp:
+def reduce_op(reduction: object) -> ReduceOp:
     """Return the operation for a name (``"mean"``, ...), a ``torch.distributed.ReduceOp``, or None for the mean.
 
     Raises:
         ConfigError: the reduction is unknown.
     """
-    if isinstance(wanted, ReduceOp):
-        return wanted
-    name = "mean" if wanted is None else str(wanted).rpartition(".")[2].lower()
+    if isinstance(reduction, ReduceOp):
+        return reduction
+    name = "mean" if reduction is None else str(reduction).rpartition(".")[2].lower()
     if name not in _OPERATIONS:
-        raise ConfigError(f"Unknown reduction {wanted!r}; expected one of {', '.join(_OPERATIONS)}.")
+        raise ConfigError(f"Unknown reduction {reduction!r}; expected one of {', '.join(_OPERATIONS)}.")
     return _OPERATIONS[name]
 
 
@@ -53,9 +53,9 @@ def process_set_of(group: object) -> ProcessSet | None:
     return group
 
 
-def reduce_tensor(tensor: torch.Tensor, wanted: object, group: object = None) -> torch.Tensor:
+def reduce_tensor(tensor: torch.Tensor, reduction: object, group: object = None) -> torch.Tensor:
     """Return the reduction over the ranks; the mean of integers is a float."""
-    op, process_set = reduce_op(wanted), process_set_of(group)
+    op, process_set = reduce_op(reduction), process_set_of(group)
     tensor = tensor.detach()
     if tensor.dtype is torch.bool:
         tensor = tensor.to(torch.int32)
@@ -72,11 +72,11 @@ def stack_over_ranks(tensor: torch.Tensor, group: object = None, *, sync_grads: 
     Horovod and returns the mean.
     """
     process_set = process_set_of(group)
-    mine = (tensor if sync_grads else tensor.detach()).unsqueeze(0)
-    if mine.requires_grad:
+    row = (tensor if sync_grads else tensor.detach()).unsqueeze(0)
+    if row.requires_grad:
         size = session.current().channel(process_set).size
-        mine.register_hook(lambda gradient: gradient * size)  # type: ignore[no-untyped-call]
-    return hvd.allgather(mine, process_set=process_set)
+        row.register_hook(lambda gradient: gradient * size)  # type: ignore[no-untyped-call]
+    return hvd.allgather(row, process_set=process_set)
 
 
 def gather_over_ranks(tensor: torch.Tensor, group: object = None) -> list[torch.Tensor]:

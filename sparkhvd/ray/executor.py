@@ -20,7 +20,7 @@ from sparkhvd._util.suggestions import did_you_mean
 from sparkhvd.driver.arguments import RunOptions
 from sparkhvd.driver.launcher import LaunchRequest
 from sparkhvd.driver.launchers.ray import RayHandle, RayLauncher
-from sparkhvd.driver.ray.gang import Placement
+from sparkhvd.driver.ray.gang import RayPlacement
 from sparkhvd.driver.run import launched
 from sparkhvd.driver.user_code.importable import importable_nowhere
 from sparkhvd.driver.user_code.payload import pickle_call
@@ -300,13 +300,13 @@ class RayExecutor:
             self._abandon()
         self.shutdown()
 
-    def _placement(self) -> Placement:
+    def _placement(self) -> RayPlacement:
         layout, settings = self._layout, self._settings
         group = None
         if self._uses_current_group and ray.is_initialized():
             group = get_current_placement_group()
         seconds = settings.placement_group_timeout_s
-        return Placement(layout.resources, layout.ranks_per_node, group, seconds, "placement_group_timeout_s")
+        return RayPlacement(layout.resources, layout.ranks_per_node, group, seconds, "placement_group_timeout_s")
 
     def _send(
         self,

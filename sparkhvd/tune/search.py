@@ -25,7 +25,7 @@ from sparkhvd.tune.study import (
     seed_of,
     warn_of_other_rows,
 )
-from sparkhvd.tune.trials import Limits, Space, Trials
+from sparkhvd.tune.trials import SearchLimits, Space, Trials
 
 if TYPE_CHECKING:
     import optuna
@@ -128,7 +128,7 @@ def minimize(
         >>> result.best_model.transform(df)  # doctest: +SKIP
     """
     settings = StudySettings(storage, study_name, sampler, pruner)
-    limits = Limits(n_trials, parallelism, timeout)
+    limits = SearchLimits(n_trials, parallelism, timeout)
     return _search(estimator, df, space, metric, "minimize", settings, limits, halving=halving, keep_runs=keep_runs)
 
 
@@ -154,7 +154,7 @@ def maximize(
     The arguments, the result and the errors are the same as in ``minimize``.
     """
     settings = StudySettings(storage, study_name, sampler, pruner)
-    limits = Limits(n_trials, parallelism, timeout)
+    limits = SearchLimits(n_trials, parallelism, timeout)
     return _search(estimator, df, space, metric, "maximize", settings, limits, halving=halving, keep_runs=keep_runs)
 
 
@@ -165,7 +165,7 @@ def _search(  # noqa: PLR0917
     metric: str | Sequence[str],
     direction: Direction,
     settings: StudySettings,
-    limits: Limits,
+    limits: SearchLimits,
     *,
     halving: SuccessiveHalving | None,
     keep_runs: bool,

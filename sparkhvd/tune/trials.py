@@ -58,7 +58,7 @@ _SHARED_PARAMETERS = ("store", "run_id", "resume", "epoch_callback", *_ROW_PARAM
 
 
 @dataclass(frozen=True)
-class Limits:
+class SearchLimits:
     """The limits of a search: the number of trials, how many run at once, and the seconds within which trials start."""
 
     trials: int
@@ -196,7 +196,7 @@ class Trials:
             )
             logger.info("trial %d was interrupted; its run %s is resumed", trial.number, run_id or "(not begun)")
 
-    def run(self, limits: Limits) -> None:
+    def run(self, limits: SearchLimits) -> None:
         """Run trials until their number or the time limit is reached.
 
         Raises:

@@ -209,14 +209,14 @@ class StallDetector:
             self._prefix(f"answer/{question}"), everyone, Deadline.after(_ANSWER_SECONDS)
         )
         conditions = {rank: decode_condition(answer) for rank, answer in answers.items()}
-        found = report(conditions, self._identities_of(everyone), dict(self._sets), since=since)
+        stall_report = report(conditions, self._identities_of(everyone), dict(self._sets), since=since)
         deadline = Deadline.after(_ANSWER_SECONDS)
         with suppress(DeadlineExceededError):  # an overloaded server: the report is useful without stacks
-            for rank in found.shown:
+            for rank in stall_report.shown:
                 if rank in conditions:
                     published = self._rendezvous.get(self._key(f"stacks/{question}", rank), deadline)
                     conditions[rank] = replace(conditions[rank], stacks=decode_stacks(published))
-        return replace(found, conditions=conditions)
+        return replace(stall_report, conditions=conditions)
 
     def _identities_of(self, ranks: range) -> Mapping[int, ProcessIdentity]:
         """Return the identities of these ranks, as far as they have joined the stall check, and of others."""

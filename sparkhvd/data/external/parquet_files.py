@@ -167,27 +167,27 @@ def open_data(
     if names is not None and len(names) == 0:
         raise SchemaError("columns is empty; name at least one column, or leave columns out to read all.")
     store = None if store is None else store_at("store", store)
-    wanted = ColumnRequest(names, fill=fill, transformed=True)
+    request = ColumnRequest(names, fill=fill, transformed=True)
     if isinstance(data, Manifest):
         if store is None:
             raise StoreError("A manifest does not name the Store that it is in; pass store= as well.")
-        return ExistingFiles(store, selected(data, wanted))
+        return ExistingFiles(store, selected(data, request))
     if store is not None:
-        return _open(store, [data.strip("/")], wanted)
+        return _open(store, [data.strip("/")], request)
     store, locations = locate([data], Access(storage_options=storage_options))
-    return _open(store, locations, wanted)
+    return _open(store, locations, request)
 
 
-def _open(store: Store, locations: Sequence[str], wanted: ColumnRequest) -> ExistingFiles:
+def _open(store: Store, locations: Sequence[str], request: ColumnRequest) -> ExistingFiles:
     """Open the prepared dataset or the plain files at a location; a second location has the rows to validate on."""
     manifest_path = locations[0] if locations[0].endswith(_MANIFEST) else f"{locations[0]}/{_MANIFEST}"
     if len(locations) > 1 or not store.exists(manifest_path):
-        return ExistingFiles(store, _manifest(store, locations, wanted))
+        return ExistingFiles(store, _manifest(store, locations, request))
     with ExitStack() as stack:
         hold = _open_hold(store, manifest_path.removesuffix(_MANIFEST))
         if hold is not None:
             stack.enter_context(hold)
-        files = ExistingFiles(store, selected(load(store, manifest_path), wanted), hold)
+        files = ExistingFiles(store, selected(load(store, manifest_path), request), hold)
         stack.pop_all()
     return files
 
@@ -210,7 +210,7 @@ def _open_hold(store: Store, folder: str) -> leases.Hold | None:
         return None
 
 
-def _manifest(store: Store, locations: Sequence[str], wanted: ColumnRequest) -> Manifest:
+def _manifest(store: Store, locations: Sequence[str], request: ColumnRequest) -> Manifest:
     """Return a manifest of files that are not a prepared dataset."""
     listed = [_data_files(store, location) for location in locations]
     footers = [read_footers(store, files, digests=True) for files in listed]
@@ -219,8 +219,8 @@ def _manifest(store: Store, locations: Sequence[str], wanted: ColumnRequest) -> 
         raise DataError(f"There are no rows to train on in {store.url}/{locations[0]}: its files are empty.")
     _refuse_repeated(first.schema.names, f"{store.url}/{first.path}")
     in_folders = partition_columns([path.removeprefix(locations[0]) for path in listed[0]])
-    _refuse_partition_columns(in_folders, first.schema.names, wanted, f"{store.url}/{locations[0]}")
-    schema = _schema(store, locations[0], [footer for footer in footers[0] if any(footer.row_groups)], wanted)
+    _refuse_partition_columns(in_folders, first.schema.names, request, f"{store.url}/{locations[0]}")
+    schema = _schema(store, locations[0], [footer for footer in footers[0] if any(footer.row_groups)], request)
     for footer in (footer for group in footers for footer in group if any(footer.row_groups)):
         _check(store, footer, first, schema)
     folders = [
@@ -237,28 +237,28 @@ def _manifest(store: Store, locations: Sequence[str], wanted: ColumnRequest) -> 
     )
 
 
-def selected(manifest: Manifest, wanted: ColumnRequest) -> Manifest:
+def selected(manifest: Manifest, request: ColumnRequest) -> Manifest:
     """Return the manifest with the selected columns only.
 
     Raises:
         SchemaError: a column does not exist, has two uses, or cannot be the weight, or a fill does not fit.
     """
-    if wanted.features is not None:
-        manifest = with_columns(manifest, wanted.features, wanted.labels, wanted.weight)
-    elif wanted.labels or wanted.weight:
-        requested = [*wanted.labels, *([] if wanted.weight is None else [wanted.weight])]
+    if request.features is not None:
+        manifest = with_columns(manifest, request.features, request.labels, request.weight)
+    elif request.labels or request.weight:
+        requested = [*request.labels, *([] if request.weight is None else [request.weight])]
         others = {column for name in requested for column in manifest.schema.fields_of(name)}
         features = [name for name in manifest.schema.names() if name not in others]
-        manifest = with_columns(manifest, features, wanted.labels, wanted.weight)
-    if not wanted.fill:
+        manifest = with_columns(manifest, features, request.labels, request.weight)
+    if not request.fill:
         return manifest
     names = manifest.schema.names()
-    for name in wanted.fill:
+    for name in request.fill:
         if name not in names:
             raise SchemaError(f"fill names {name!r}, which is not a selected column; expected one of {names}.")
     filled = [
         replace(manifest.schema[name], fill=checked_fill(manifest.schema[name], value))
-        for name, value in wanted.fill.items()
+        for name, value in request.fill.items()
     ]
     return replace(manifest, schema=manifest.schema.replaced(filled))
 
@@ -301,12 +301,12 @@ def _refuse_repeated(names: Sequence[str], url: str) -> None:
         raise SchemaError(f"{url} has several columns named {repeated!r}. Write it again with one name per column.")
 
 
-def _refuse_partition_columns(names: Iterable[str], in_files: Sequence[str], wanted: ColumnRequest, url: str) -> None:
+def _refuse_partition_columns(names: Iterable[str], in_files: Sequence[str], request: ColumnRequest, url: str) -> None:
     """Refuse columns that Spark reads from folder names, even if the files have other values for them."""
     stored = {name.lower(): name for name in in_files}
     selected = None
-    if wanted.features is not None:
-        selected = {name.lower() for name in (*wanted.features, *wanted.labels, wanted.weight) if name is not None}
+    if request.features is not None:
+        selected = {name.lower() for name in (*request.features, *request.labels, request.weight) if name is not None}
     for folder in sorted(names):
         name = stored.get(folder.lower(), folder)
         if name.startswith(RESERVED_PREFIX) or not (selected is None or name.lower() in selected):
@@ -318,22 +318,22 @@ def _refuse_partition_columns(names: Iterable[str], in_files: Sequence[str], wan
         )
 
 
-def _schema(store: Store, location: str, footers: Sequence[Footer], wanted: ColumnRequest) -> DataSchema:
+def _schema(store: Store, location: str, footers: Sequence[Footer], request: ColumnRequest) -> DataSchema:
     packed = petastorm_schema.read(store, location, footers[0])
-    schema = _selected(footers[0].schema, wanted, packed)
-    schema = completed(schema, (), wanted.fill or {}, transformed=wanted.transformed)
+    schema = _selected(footers[0].schema, request, packed)
+    schema = completed(schema, (), request.fill or {}, transformed=request.transformed)
     return _with_shapes(store, schema, footers)
 
 
-def _selected(arrow: pa.Schema, wanted: ColumnRequest, packed: Mapping[str, petastorm_schema.Field]) -> DataSchema:
-    others = [*wanted.labels, *([wanted.weight] if wanted.weight is not None else [])]
-    features = wanted.features
+def _selected(arrow: pa.Schema, request: ColumnRequest, packed: Mapping[str, petastorm_schema.Field]) -> DataSchema:
+    others = [*request.labels, *([request.weight] if request.weight is not None else [])]
+    features = request.features
     if features is None:
         left_out = {top for name in others for top in ([name] if name in arrow.names else _same(name, arrow.names))}
         features = [name for name in arrow.names if name not in left_out and not name.startswith(RESERVED_PREFIX)]
     roles: list[tuple[str, Role]] = [(name, "feature") for name in features]
-    roles += [(name, "label") for name in wanted.labels]
-    roles += [(name, "weight") for name in others[len(wanted.labels) :]]
+    roles += [(name, "label") for name in request.labels]
+    roles += [(name, "weight") for name in others[len(request.labels) :]]
     stored = dict(zip(arrow.names, arrow.types, strict=True))
     return DataSchema(tuple(column for name, role in roles for column in _columns(stored, name, role, packed)))
 
@@ -342,8 +342,8 @@ def _columns(
     stored: Mapping[str, pa.DataType], name: str, role: Role, packed: Mapping[str, petastorm_schema.Field]
 ) -> list[ColumnSpec]:
     """Return the column itself, or one per field of a struct; case matters only if names differ by nothing else."""
-    if found := _exact_columns(stored, name, role, packed):
-        return found
+    if exact := _exact_columns(stored, name, role, packed):
+        return exact
     spellings = _spellings(stored, name)
     if len(spellings) > 1:
         raise SchemaError(
@@ -352,8 +352,8 @@ def _columns(
         )
     if not spellings:
         raise no_such_column(name, role, [*stored], "The files have")
-    found = _exact_columns(stored, spellings[0], role, packed)
-    return [replace(column, name=name + column.name[len(name) :], source=column.path) for column in found]
+    respelled = _exact_columns(stored, spellings[0], role, packed)
+    return [replace(column, name=name + column.name[len(name) :], source=column.path) for column in respelled]
 
 
 def _spellings(stored: Mapping[str, pa.DataType], name: str) -> list[str]:

@@ -21,7 +21,7 @@ from sparkhvd.deadline import Deadline
 from sparkhvd.driver.launcher import LaunchRequest, warn_of_versions
 from sparkhvd.driver.log_stream import LogStream
 from sparkhvd.driver.ray.cluster import CONNECTION, RankResources, describe_nodes, node_resources
-from sparkhvd.driver.ray.gang import Gang, Placement, ended_actor
+from sparkhvd.driver.ray.gang import RayGang, RayPlacement, ended_actor
 from sparkhvd.driver.results import results_in_order
 from sparkhvd.errors import LaunchError, SlotsError, StartTimeoutError
 from sparkhvd.rpc.messages import Output
@@ -56,11 +56,11 @@ class RayLauncher:
     takes_resources: ClassVar[bool] = True
 
     def __init__(
-        self, request: LaunchRequest, placement: Placement | None = None, *, takes_commands: bool = False
+        self, request: LaunchRequest, placement: RayPlacement | None = None, *, takes_commands: bool = False
     ) -> None:
         self._request = request
         resources = RankResources(request.resources.cpus or 1, float(request.resources.gpus or 0.0))
-        self._placement = Placement(resources) if placement is None else placement
+        self._placement = RayPlacement(resources) if placement is None else placement
         self._takes_commands = takes_commands
 
     def reserve(self, deadline: Deadline) -> int:  # noqa: ARG002 - the placement group waits
@@ -88,7 +88,7 @@ class RayHandle:
         started: done once all ranks run; its exception is set if they do not start.
     """
 
-    def __init__(self, job: Job, stream: LogStream, placement: Placement, *, takes_commands: bool = False) -> None:
+    def __init__(self, job: Job, stream: LogStream, placement: RayPlacement, *, takes_commands: bool = False) -> None:
         self.started: futures.Future[None] = futures.Future()
         self._job = job
         self._stream = stream
@@ -102,7 +102,7 @@ class RayHandle:
         self._phases: dict[int, str] = {}  # by the index of the actor
         with ExitStack() as stack:
             stack.enter_context(CONNECTION.opened())
-            self._gang = Gang(placement, job.num_proc)
+            self._gang = RayGang(placement, job.num_proc)
             stack.callback(self._gang.close)
             self._stack = stack.pop_all()
         self._contents = in_background(self._run, "sparkhvd-job")

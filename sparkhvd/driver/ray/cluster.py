@@ -12,7 +12,7 @@ import ray
 from sparkhvd.errors import LaunchError
 
 
-class Connection:
+class RayConnection:
     """Counts the jobs that use the connection to Ray. If sparkhvd opened the connection, the last job closes it."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Connection:
 
 
 # Ray has one connection per process.
-CONNECTION = Connection()
+CONNECTION = RayConnection()
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ _END_SECONDS = 8.0
 
 
 @dataclass(frozen=True)
-class Placement:
+class RayPlacement:
     """Where the ranks of a job run.
 
     Attributes:
@@ -44,7 +44,7 @@ class Placement:
     limit_name: str = "start_timeout"
 
 
-class Gang:
+class RayGang:
     """The placement group and the actors of one job; ``close`` ends them.
 
     Args:
@@ -52,7 +52,7 @@ class Gang:
         num_proc: the number of actors.
     """
 
-    def __init__(self, placement: Placement, num_proc: int) -> None:
+    def __init__(self, placement: RayPlacement, num_proc: int) -> None:
         self._placement = placement
         self._num_proc = num_proc
         self._group = placement.group

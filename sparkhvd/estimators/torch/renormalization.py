@@ -16,7 +16,7 @@ _Layer = torch.nn.Embedding | torch.nn.EmbeddingBag
 
 
 @dataclass(frozen=True, eq=False)
-class _Table:
+class _EmbeddingTable:
     layer: _Layer
     max_norm: float
     seen: torch.Tensor  # whether this rank has looked up the row since the last synchronization
@@ -36,14 +36,14 @@ class Renormalization:
         self._layers = [
             (part, part.max_norm) for part in model.modules() if isinstance(part, _Layer) and part.max_norm is not None
         ]
-        self._tables: list[_Table] = []
+        self._tables: list[_EmbeddingTable] = []
         self._hooks: list[RemovableHandle] = []
 
     def attach(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Watch the layers until ``detach()``, and synchronize before each step of the optimizer, if there is one."""
         if not self._layers:
             return
-        self._tables = [_Table(layer, max_norm, _unseen(layer)) for layer, max_norm in self._layers]
+        self._tables = [_EmbeddingTable(layer, max_norm, _unseen(layer)) for layer, max_norm in self._layers]
         self._hooks = [table.watch() for table in self._tables]
         if optimizer is not None:
             self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self.synchronize()))

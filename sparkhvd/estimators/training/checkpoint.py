@@ -133,15 +133,17 @@ def save(fence: Fence, checkpoint: Checkpoint, keep: int = 1, other_epochs: Coll
     path = publish(fence, checkpoint)
     fence.check()  # if another fit has taken over the run, it may resume from a checkpoint that is deleted below
     last_end = checkpoint.epoch if within is None else checkpoint.epoch - 1
-    kept = {*other_epochs, *range(last_end - keep + 1, last_end + 1)}
+    kept_epochs = {*other_epochs, *range(last_end - keep + 1, last_end + 1)}
     existing = store.list(layout.checkpoints_folder(run_id))
-    ours = set(owned_checkpoints(store, run_id, existing))
+    owned_paths = set(owned_checkpoints(store, run_id, existing))
     # Such a state is outdated if rank 0 of an elastic fit was lost after it had saved the end of the run.
     final_paths = [path for path in existing if layout.final_epoch(path) is not None or layout.is_ended_path(path)]
     own_position = layout.checkpoint_position(path)
     for other in [*_checkpoints(existing), *final_paths]:
         position = layout.checkpoint_position(other)
-        is_kept = other in ours and position is not None and position[1] == float("inf") and position[0] in kept
+        is_kept = (
+            other in owned_paths and position is not None and position[1] == float("inf") and position[0] in kept_epochs
+        )
         # An earlier rank 0 may have saved the same position before it was lost.
         is_kept = is_kept and position != own_position
         if other != path and not is_kept and layout.token_of(other) <= fence.token:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 
 def name_with_token(authority: str, token_file: str | None) -> str:
-    """Return ``host:port`` of a name node, with the address for which there is a token if there is one.
+    """Return ``host:port`` of a name node in the form that has a token in the file: unchanged, or with its address.
 
     Hadoop's tokens name a single name node by its address (``hadoop.security.token.service.use_ip``), and the client
-    only accepts a token for the exact name that it was given. Name services, which have no port, keep their names.
+    only accepts a token for exactly the name that it connects to. Name services have no port and keep their names.
 
     Args:
         authority: the authority of the URL.

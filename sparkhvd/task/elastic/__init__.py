@@ -1,1 +1,1 @@
-"""Elastic jobs: a worker process, which may belong to several generations, and the Spark task that offers a slot."""
+"""Elastic jobs: worker processes, which may belong to several generations, and the tasks and hosts that start them."""

@@ -267,7 +267,7 @@ def _is_secondary(error: BaseException | None) -> bool:
 
 
 def _watch_task(connection: Connection, links: Sequence[int], inbox: queue.SimpleQueue[bytes]) -> None:
-    """Queue the messages of the task; when its end of the socket closes or it ends, end this whole session.
+    """Queue the task's messages until the task ends or closes its end of the socket; then end this whole session.
 
     The kernel's parent-death signal is not enough: it would end this process, but not its children. The socket is not
     enough either: a process that the task has forked keeps its end open.

@@ -98,7 +98,7 @@ class Broadcast:
         (reduced,) = Call(Allreduce(gradients, Reduction(), for_gradient(self.options)), every).run()
         if session.current().world.rank == self.root:
             return (reduced,)
-        # Zeros that depend on the mean: its own gradient is a collective of all ranks.
+        # The zeros depend on the mean, because the gradient of the mean is a collective in which all ranks take part.
         return (torch.where(torch.zeros((), dtype=torch.bool, device=reduced.device), reduced, 0.0),)
 
 

@@ -52,7 +52,7 @@ def test_an_interrupted_search_interrupts_fits_whatever_their_launcher(monkeypat
     study, template = optuna.create_study(), Estimator()
     search = search_in(study, template)
     with pytest.raises(KeyboardInterrupt):
-        search.run(trials.Limits(2, 1, None))
+        search.run(trials.SearchLimits(2, 1, None))
     assert template.ended.is_set()
     (trial,) = study.trials
     assert (trial.state.name, "sparkhvd:error" in trial.user_attrs) == ("FAIL", False), "the next search resumes it"
@@ -86,5 +86,5 @@ def test_an_error_of_optunas_storage_ends_the_search_at_once(monkeypatch):
     monkeypatch.setattr(study, "ask", fail)
     search = search_in(study)
     with pytest.raises(OSError, match="disk is full"):
-        search.run(trials.Limits(2, 2, None))
+        search.run(trials.SearchLimits(2, 2, None))
     assert waited == [True], "no trial is in progress"

@@ -1,4 +1,4 @@
-"""By what a rank knows whether it still has the whole state of its last complete step."""
+"""Whether a rank still has the whole state of its last complete step, for the commits of an elastic fit."""
 
 from __future__ import annotations
 
