@@ -130,6 +130,7 @@ def test_with_shuffling_rows_come_in_the_order_of_the_plan_and_a_seed_repeats_th
 
 
 CLASSES, STEPS = 3, 4
+FILL = {"y": -100}  # the label that losses ignore by default
 
 
 def classifier():
@@ -152,13 +153,14 @@ def classifier():
             marks=pytest.mark.soak,
         ),
         (LightningEstimator, 2, "IF(id < 19, 0, id % 3)", torch.nn.CrossEntropyLoss(ignore_index=0)),
+        (TorchEstimator, 1, "IF(id < 19 AND id != 2, NULL, id % 3)", torch.nn.CrossEntropyLoss()),
     ],
-    ids=["torch-both", "torch-none_counts", "lightning-weights", "lightning-none_counts"],
+    ids=["torch-both", "torch-none_counts", "lightning-weights", "lightning-none_counts", "torch-filled"],
 )
 def test_a_loss_over_counted_labels_divides_by_the_labels_of_all_ranks(spark, kind, passes, labels, loss):
     """Train with epochs of one step over all rows, however the ranks share them."""
     df = spark.range(37).selectExpr("id / 37.0D AS x", f"CAST({labels} AS INT) AS y").coalesce(2)
-    rows = np.array(df.collect())
+    rows = np.array(df.fillna(FILL).collect())
     x, y = torch.from_numpy(rows[:, :1]).float(), torch.from_numpy(rows[:, 1]).long()
     model, wanted = classifier(), classifier()
     accumulated = {"backward_passes_per_step": passes}
@@ -171,6 +173,7 @@ def test_a_loss_over_counted_labels_divides_by_the_labels_of_all_ranks(spark, ki
         loss=loss,
         feature_cols=["x"],
         label_cols=["y"],
+        fill=FILL,
         batch_size=20 // passes,
         epochs=STEPS,
         random_seed=SEED,

@@ -19,7 +19,7 @@ import torch
 from sparkhvd.comm import session
 from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.data.read.batches import Batch
-from sparkhvd.data.schema.data_schema import DataSchema
+from sparkhvd.data.schema.data_schema import ColumnSpec, DataSchema
 from sparkhvd.data.schema.manifest import LabelRanges
 from sparkhvd.estimators.torch.losses.objective import (
     Measure,
@@ -80,12 +80,12 @@ def loss_divisors(objective: Objective, schema: DataSchema, ranges: LabelRanges 
         schema: the columns.
         ranges: known ranges of the label columns; a column without one may hold any label.
     """
-    sparse = {column.name for column in schema.of("label") if column.sparse}
+    columns = {column.name: column for column in schema.of("label")}
     divisors: list[Divisor | None] = []
     for loss, label in zip(objective.losses, objective.label_cols, strict=True):
         # Several floats per row may be class probabilities; their loss ignores the divisor (``Objective.combined``).
-        known = is_unmodified_torch_loss(loss) and label not in sparse
-        differs = _has_own_divisor(objective, loss) or _may_contain_ignored(objective, loss, label, ranges)
+        known = is_unmodified_torch_loss(loss) and not columns[label].sparse
+        differs = _has_own_divisor(objective, loss) or _may_contain_ignored(objective, loss, columns[label], ranges)
         divisors.append(_divisor(loss, label) if known and differs else None)
     return tuple(divisors)
 
@@ -149,13 +149,14 @@ def _has_own_divisor(objective: Objective, loss: Measure) -> bool:
     return weights is not None or ignored != _DEFAULT_IGNORE_INDEX
 
 
-def _may_contain_ignored(objective: Objective, loss: Measure, label: str, ranges: LabelRanges) -> bool:
-    """Return whether a label column may hold the ``ignore_index`` of its loss."""
+def _may_contain_ignored(objective: Objective, loss: Measure, label: ColumnSpec, ranges: LabelRanges) -> bool:
+    """Return whether a label column may hold the ``ignore_index`` of its loss; ``ranges`` do not cover its fill."""
     if objective.weight_col is not None or not is_class_loss(loss):
         return False
     ignored = _settings(loss)[1]
     known = {name: (low, high) for name, low, high in ranges}
-    return label not in known or known[label][0] <= ignored <= known[label][1]
+    low, high = known.get(label.name, (ignored, ignored))
+    return low <= ignored <= high or label.fill == ignored
 
 
 def _divisor(loss: object, label: str) -> Divisor:
