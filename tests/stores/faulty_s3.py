@@ -56,6 +56,12 @@ class FaultyS3:
         self.seen.clear()
         self.choose = choose
 
+    def lose_completions(self, count: int) -> None:
+        """Lose the responses to the next ``count`` requests that complete an upload in parts."""
+        self.first(count, "lose", "POST")
+        lose = self.choose
+        self.choose = lambda method, path: lose(method, path) if "uploadId=" in path else None
+
     def always(self, fault: Fault) -> None:
         """Let every later request fail."""
         self.seen.clear()

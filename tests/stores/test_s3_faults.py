@@ -121,6 +121,21 @@ def test_a_large_file_is_written_completely_despite_empty_responses(store, proxy
         assert file.read() == content
 
 
+def test_a_large_file_is_written_even_if_the_responses_to_its_completion_are_lost(store, proxy):
+    content = os.urandom(101 * 1024 * 1024)
+    proxy.lose_completions(5)  # more than the client's own attempts
+    with store.open("x", "wb") as file:
+        file.write(content)
+    with store.open("x", "rb") as file:
+        assert file.read() == content
+    proxy.lose_completions(5)
+    store.publish("m", content)
+    with store.open("m", "rb") as file:
+        assert file.read() == content
+    with pytest.raises(StoreError, match="exists already"):
+        store.publish("m", content)
+
+
 def test_files_that_the_server_did_not_delete_are_deleted_by_a_retry_or_raise_an_error(store, impatient_store, proxy):
     for name in ("a", "b"):
         store.publish(f"folder/{name}", b"1")

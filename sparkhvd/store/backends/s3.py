@@ -37,6 +37,7 @@ _CREDENTIALS_COME_FROM = (
 _WRITING = "sparkhvd-writing"  # metadata that identifies the writer of a file
 _REQUEST_ATTEMPTS = 2  # of s3fs, for example for one part of a large file, before the Store retries the operation
 _RETRYABLE_STATUSES = frozenset({408, 409, 425, 429})  # those below 500
+_NO_UPLOAD = "NoSuchUpload"  # an upload in parts has ended: its completion succeeded, but the response was lost
 # Operations whose responses always have content; the client takes an empty response for an empty list or a success.
 _ANSWERED_WITH_CONTENT = frozenset(
     {"ListObjects", "ListObjectsV2", "DeleteObjects", "CopyObject", "CreateMultipartUpload", "CompleteMultipartUpload"}
@@ -98,7 +99,7 @@ class S3Store(FilesystemStore):
 
     def _explain(self, error: Exception) -> str:
         answer = error.__cause__
-        if isinstance(answer, ClientError) and answer.response.get("Error", {}).get("Code") == "NoSuchBucket":
+        if isinstance(answer, ClientError) and _code_of(answer) == "NoSuchBucket":
             return "the bucket does not exist"
         if isinstance(error, (NoCredentialsError, PartialCredentialsError)):
             return f"{super()._explain(error)}. {_CREDENTIALS_COME_FROM}"
@@ -108,13 +109,17 @@ class S3Store(FilesystemStore):
         answer = error if isinstance(error, ClientError) else error.__cause__
         if isinstance(answer, ClientError):
             status = int(answer.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-            return status >= 500 or status in _RETRYABLE_STATUSES
+            return status >= 500 or status in _RETRYABLE_STATUSES or _code_of(answer) == _NO_UPLOAD
         # The errors of the HTTP client, such as that of a body that ends too early. s3fs itself tries only twice.
         if isinstance(error, s3fs.core.S3_RETRYABLE_ERRORS):
             return True
         if isinstance(error, BotoCoreError):
             return isinstance(error, (BotoConnectionError, HTTPClientError, FlexibleChecksumError))
         return is_transient(error)
+
+
+def _code_of(answer: ClientError) -> str:
+    return str(answer.response.get("Error", {}).get("Code"))
 
 
 class _S3FileSystem(s3fs.S3FileSystem):  # type: ignore[misc]  # it has no types
