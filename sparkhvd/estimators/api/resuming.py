@@ -34,3 +34,13 @@ def refuse_longer_run(run_id: str, epochs: int, last: Checkpoint | None) -> None
             f"resume='auto' found run {run_id!r}, which was trained for {counted(trained, 'epoch')}, more than "
             f"epochs={epochs}. Set epochs={trained} to get its model, or pass run_id to train a new run."
         )
+
+
+def refuse_other_seed(run_id: str, seed: int | None, last: Checkpoint | None) -> None:
+    """Raise ``ParamError`` if a run was interrupted within an epoch that another seed has shuffled."""
+    if seed is not None and last is not None and last.within is not None and seed != last.seed:
+        raise ParamError(
+            f"Run {run_id!r} was interrupted within epoch {last.epoch + 1}, whose rows were shuffled with "
+            f"random_seed={last.seed}. With random_seed={seed}, the rest of the epoch would have other rows. Set "
+            f"random_seed={last.seed} or leave it out to resume, or choose another run_id to train from the start."
+        )
