@@ -56,6 +56,7 @@ from sparkhvd.world import World
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_NUMPY_SEEDS = 2**32
 _VARIABLE_NUMBER = re.compile(r"_\d+(?=_|$)")  # in the name of an optimizer's variable
 
 
@@ -81,7 +82,7 @@ class KerasTrainer:
 
     def __init__(self, package: Package, spec: TrainSpec, world: World) -> None:
         prepare_devices(world, use_gpu=spec.use_gpu)
-        keras.utils.set_random_seed(spec.seed)
+        keras.utils.set_random_seed(spec.seed % _NUMPY_SEEDS)
         self._package = package
         self._spec = spec
         with self._device():

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import keras
 import numpy as np
 
+from sparkhvd.comm import session
 from sparkhvd.estimators.keras.checkpoint.arrays import arrays_to_bytes
+from sparkhvd.estimators.keras.plugin import PLUGIN
 from tests.unit.estimators.arrays import Hooks, spec
-from tests.unit.estimators.keras.networks import DATA
+from tests.unit.estimators.keras.networks import DATA, PARTIAL_END, parameters, source
 
 
 def draw_numbers(rank: int, hooks: Hooks, epoch: int = 1) -> dict[str, list[float]]:
@@ -53,8 +56,6 @@ def test_ranks_that_resume_an_epoch_of_others_do_not_draw_their_numbers_again(gr
 
 def numbers_of_three_epochs() -> list[dict[str, list[float]]]:
     """Return the numbers of this rank in a whole epoch, and in the rest of an epoch after 3 and after 4 steps."""
-    from sparkhvd.comm import session  # noqa: PLC0415
-
     rank = session.current().world.rank
     return [draw_numbers(rank, Hooks(first_epoch=1, steps_done=steps)) for steps in (0, 3, 4)]
 
@@ -83,3 +84,16 @@ def undisturbed_and_resumed() -> tuple[list[float], list[float]]:
     resumed.begin_epoch(0)
     resumed.begin_batch()
     return expected, numbers()
+
+
+def test_a_training_takes_a_seed_that_numpy_does_not_take(group):
+    assert all(group.run(learns_with_a_long_seed))
+
+
+def learns_with_a_long_seed() -> bool:
+    """Return whether a training with a seed of more than 32 bits changes the weights."""
+    world, params = session.current().world, parameters()
+    before = params["model"].get_weights()
+    trainer = PLUGIN.trainer(PLUGIN.pack(params), replace(spec(DATA), seed=2**62), world)
+    trainer.fit(source(PARTIAL_END, world.rank), None, Hooks())
+    return not np.array_equal(trainer._model.get_weights()[0], before[0])
