@@ -1,8 +1,9 @@
-"""Exclusive renames on file systems that have neither links nor exclusive renames."""
+"""Renames of finished files, also exclusive ones on file systems that have neither links nor exclusive renames."""
 
 from __future__ import annotations
 
 import errno
+import os
 import time
 import uuid
 from contextlib import suppress
@@ -12,6 +13,21 @@ from sparkhvd.deadline import Deadline
 
 _CLAIM_SECONDS = 60.0  # longer than checking and renaming take
 _POLL_SECONDS = 0.05  # nothing reports the removal of a folder
+
+
+def rename(temporary: Path, target: Path) -> None:
+    """Rename a file, and replace a file that has the name.
+
+    NFS repeats a request whose answer was lost. The repeated one does not find the file, because it has its new name.
+    """
+    renamed = temporary.stat()
+    try:
+        temporary.replace(target)
+    except FileNotFoundError:
+        with suppress(FileNotFoundError):
+            if os.path.samestat(target.stat(), renamed):
+                return
+        raise
 
 
 def rename_once(temporary: Path, target: Path) -> None:
@@ -43,7 +59,7 @@ def rename_once(temporary: Path, target: Path) -> None:
         time.sleep(_POLL_SECONDS)
     try:
         _refuse_existing(target)
-        temporary.rename(target)
+        rename(temporary, target)
     finally:
         _remove(claim, token)
 

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeVar
 
 from sparkhvd.errors import StoreError
-from sparkhvd.store.access.renaming import rename_once
+from sparkhvd.store.access.renaming import rename, rename_once
 from sparkhvd.store.folders import LEFTOVER_SECONDS, UNFINISHED, StoreFolders, root_of
 from sparkhvd.store.protocol import Store
 
@@ -234,7 +234,7 @@ class _UnfinishedFile(io.BufferedWriter):
                 self.flush()
                 os.fsync(self.fileno())
                 super().close()
-                self._temporary.replace(self._target)
+                rename(self._temporary, self._target)
                 with suppress(FileNotFoundError):  # another process has already removed it
                     _sync_folder(self._target.parent)
         except BaseException:

@@ -181,3 +181,28 @@ def test_a_file_is_published_even_if_nfs_repeats_the_link_after_a_lost_answer(tm
     with pytest.raises(StoreError, match="it exists already, and published files are never changed"):
         store.publish("m", b"second")
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"m": b"first"}
+
+
+def test_a_file_is_written_even_if_a_mount_repeats_the_rename_after_a_lost_answer(tmp_path, monkeypatch):
+    replace = os.replace
+
+    def replace_twice(source, target):
+        replace(source, target)
+        replace(source, target)
+
+    def no_links(source, target):
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "replace", replace_twice)
+    monkeypatch.setattr(os, "link", no_links)
+    store = LocalStore(str(tmp_path))
+    for content in (b"content", b"new content"):
+        with store.open("x", "wb") as file:
+            file.write(content)
+    store.publish("m", b"first")
+    with pytest.raises(StoreError, match="it exists already, and published files are never changed"):
+        store.publish("m", b"second")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"m": b"first", "x": b"new content"}
+    monkeypatch.setattr(os, "replace", lambda source, target: replace(f"{source}.missing", target))
+    with pytest.raises(StoreError, match=r"Cannot write file://.*/x: No such file"), store.open("x", "wb") as file:
+        file.write(b"lost")
