@@ -179,7 +179,7 @@ def test_a_file_is_written_once_when_the_answer_of_the_name_node_is_lost(hdfs, m
 
 
 class RepeatingClient:
-    """A client that repeats each rename, like one that did not receive the first response."""
+    """A client that repeats each creation and rename of a file, like one that did not receive the first response."""
 
     def __init__(self, client):
         self._client = client
@@ -187,12 +187,16 @@ class RepeatingClient:
     def __getattr__(self, name):
         return getattr(self._client, name)
 
+    def create(self, path, options):
+        self._client.create(path, options)
+        return self._client.create(path, options)
+
     def rename(self, source, target, overwrite):
         self._client.rename(source, target, overwrite=overwrite)
         self._client.rename(source, target, overwrite=overwrite)
 
 
-def test_a_repeated_rename_is_a_success(hdfs):
+def test_repeated_requests_to_create_and_rename_a_file_are_a_success(hdfs):
     store = Store.create(f"{hdfs.url}/{uuid.uuid4().hex}")
     filesystem = store._filesystem()
     filesystem.client = RepeatingClient(filesystem.client)

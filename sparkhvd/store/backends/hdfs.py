@@ -233,7 +233,8 @@ def _own_view(content: IO[bytes], size: int) -> IO[bytes]:
 
 
 def _write(client: Client, location: str, content: IO[bytes]) -> None:
-    with client.create(location, WriteOptions(overwrite=False, create_parent=True)) as file:
+    """Write a file with a new hidden name; the client repeats a request whose response is lost, so it may exist."""
+    with client.create(location, WriteOptions(overwrite=True, create_parent=True)) as file:
         while piece := content.read(_SEND_BYTES):
             file.write(piece)
 
