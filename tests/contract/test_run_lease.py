@@ -231,6 +231,25 @@ def test_a_crash_between_the_two_files_of_a_claim_loses_nothing(store):
 
 
 @pytest.mark.parametrize("store", ["file"], indirect=True)
+def test_a_fit_does_not_take_its_own_claim_for_another_fit(store):
+    publish = type(store).publish
+    has_failed = []
+
+    def publish_but_fail_once(self, path, content):
+        publish(self, path, content)
+        if not has_failed:
+            has_failed.append(path)
+            raise StoreError("The answer was lost.")
+
+    with mock.patch.object(type(store), "publish", publish_but_fail_once):
+        lease = acquire_lease(store, "r")
+    lease.check()
+    save_checkpoint(claim_fence(store, "r", lease.holder), 1, b"kept")
+    assert latest_checkpoint(store).state == b"kept"
+    lease.release()
+
+
+@pytest.mark.parametrize("store", ["file"], indirect=True)
 def test_leftovers_of_claims_do_not_accumulate(store):
     for _ in range(5):
         lease = acquire_lease(store, "r")

@@ -196,7 +196,7 @@ def acquire_lease(
         while True:
             last = _last_token(store, run_id)
             before = _holder(store, run_id, last)
-            if before is not None:
+            if before is not None and before != lease.holder:  # its own, if the answer to its claim was lost
                 _refuse_active(store, run_id, before, silent_seconds)
                 lease.beat()  # a fit that held the run meanwhile may have removed it
             if _claim(store, run_id, last + 1, lease.holder):
