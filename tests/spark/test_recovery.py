@@ -114,6 +114,8 @@ def test_a_run_that_lost_a_rank_ends_like_an_uninterrupted_one(interrupted, undi
         interrupted.copy({interrupted.metrics: {"mae": torch.nn.functional.l1_loss}}).fit(df)
     with pytest.raises(ParamError, match="interrupted within epoch 2, whose rows were shuffled with random_seed=3"):
         interrupted.copy({interrupted.random_seed: 4}).fit(df)
+    with pytest.raises(ParamError, match=r"interrupted in epoch 2 after step \d+, more than train_steps_per_epoch=1"):
+        interrupted.copy({interrupted.train_steps_per_epoch: 1}).fit(df)
     fitted = interrupted.fit(df)
     assert torch.equal(parameters(fitted.getModel()), parameters(undisturbed.getModel()))
     for mine, theirs in zip(fitted.getHistory(), undisturbed.getHistory(), strict=True):

@@ -40,7 +40,7 @@ from sparkhvd.driver.user_code.pickling import dumps
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.api.description import description
 from sparkhvd.estimators.api.parquet_rows import existing_rows
-from sparkhvd.estimators.api.resuming import last_checkpoint, refuse_longer_run, refuse_other_seed
+from sparkhvd.estimators.api.resuming import last_checkpoint, refuse_longer_run, refuse_other_order
 from sparkhvd.estimators.api.train_job import pickled, row_loader, train_spec
 from sparkhvd.estimators.api.validation import (
     CREATE_STORE,
@@ -337,7 +337,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
                 refuse_longer_run(run_id, plan.epochs, last)
                 record_run(store, run_id)
             seed = plan.random_seed
-            refuse_other_seed(run_id, seed, last)
+            refuse_other_order(run_id, seed, plan.train_steps_per_epoch, last)
             if seed is None:
                 seed = secrets.randbelow(2**31) if last is None else last.seed
             resolved = {"num_proc": num_proc, "store": store, "run_id": run_id, "random_seed": seed}

@@ -36,11 +36,20 @@ def refuse_longer_run(run_id: str, epochs: int, last: Checkpoint | None) -> None
         )
 
 
-def refuse_other_seed(run_id: str, seed: int | None, last: Checkpoint | None) -> None:
-    """Raise ``ParamError`` if a run was interrupted within an epoch that another seed has shuffled."""
-    if seed is not None and last is not None and last.within is not None and seed != last.seed:
+def refuse_other_order(run_id: str, seed: int | None, steps: int | None, last: Checkpoint | None) -> None:
+    """Raise ``ParamError`` if a run was interrupted within an epoch that this fit's seed or steps do not continue."""
+    if last is None or last.within is None:
+        return
+    if seed is not None and seed != last.seed:
         raise ParamError(
             f"Run {run_id!r} was interrupted within epoch {last.epoch + 1}, whose rows were shuffled with "
             f"random_seed={last.seed}. With random_seed={seed}, the rest of the epoch would have other rows. Set "
             f"random_seed={last.seed} or leave it out to resume, or choose another run_id to train from the start."
+        )
+    done = last.within.parts[0].step
+    if steps is not None and done > steps:
+        raise ParamError(
+            f"Run {run_id!r} was interrupted in epoch {last.epoch + 1} after step {done}, more than "
+            f"train_steps_per_epoch={steps}. Set train_steps_per_epoch={done} or more to resume, or choose another "
+            "run_id to train from the start."
         )
