@@ -310,6 +310,16 @@ class OwnModule(DataModule):
         return OwnLoader(self.context, self.context.val_files)
 
 
+class OneMore(OwnLoader):
+    def __len__(self):
+        return super().__len__() + 1
+
+
+class LacksBatch(OwnModule):
+    def train_data(self):
+        return OneMore(self.context, self.context.train_files)
+
+
 class NoRows(OwnModule):
     def train_data(self):
         raise OSError("there are no rows today")
@@ -361,6 +371,13 @@ def test_a_user_defined_loader_serves_the_other_frameworks_too(store, df, framew
     assert 0 < second["train"]["loss"] < first["train"]["loss"]
     with pytest.raises(RankFailedError, match="there are no rows today"):
         own.setDataModule(NoRows).fit(df)
+    own.setDataModule(LacksBatch)
+    if framework == "keras":  # which fixes the number of batches beforehand
+        with pytest.raises(RankFailedError, match="have only 2 batches with rows in this epoch, although Keras expect"):
+            own.fit(df.repartition(3))
+    else:
+        losses = [epoch["train"]["loss"] for epoch in own.fit(df.repartition(3)).getHistory()]
+        assert losses == pytest.approx([first["train"]["loss"], second["train"]["loss"]])
 
 
 def test_contradictory_parameters_are_refused(store, df):

@@ -199,6 +199,7 @@ class LoaderSource:
     def epoch(self, number: int, first_step: int = 0, stop: StopSignal | None = None) -> Iterator[Batch]:
         """Yield the batches of an epoch from a step on; ranks that have run out of them get empty ones.
 
+        Steps without rows on any rank are neither yielded nor counted.
         A stop ends the wait for an ``AsyncDataLoaderMixin``; it cannot interrupt the code of the user's loader.
         """
         self._loader.set_epoch(number)
@@ -206,18 +207,21 @@ class LoaderSource:
         if stop is not None and isinstance(self._loader, AsyncDataLoaderMixin):
             stopping = stop.calling(self._loader.stop_waiting)
         with stopping, closing(_generator(self._loader)) as batches:
+            to_skip = first_step
             for step in range(self._steps):
                 batch = next(batches, None)
                 if step == self._steps - 1:
                     self._refuse_more(batches)
-                if step < first_step:
-                    continue
                 arrays = columns.no_rows(self._schema) if batch is None else self._checked(batch)
                 rows = len(next(iter(arrays.values())))
                 total = self._communicator.allreduce(
                     np.array([rows], np.int64), ReduceOp.SUM, name=f"rows of {self._split} step {step}"
                 )
-                if total[0] > 0:
+                if total[0] == 0:
+                    continue
+                if to_skip > 0:
+                    to_skip -= 1
+                else:
                     yield Batch(arrays, rows, int(total[0]))
 
     def _refuse_more(self, batches: Iterator[Columns]) -> None:

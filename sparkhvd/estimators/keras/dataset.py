@@ -13,6 +13,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from sparkhvd._util.counts import counted
 from sparkhvd.data.read.batches import Arrays, Batch, BatchSource
 from sparkhvd.data.read.prefetch import StopSignal
 from sparkhvd.data.schema import columns
@@ -170,6 +171,11 @@ class BatchDataset(keras.utils.PyDataset):  # type: ignore[misc]  # keras has no
         if not self._read:
             self._read.extend(islice(batches, self._passes))
             self._rows_of_step = sum(batch.global_rows for batch in self._read)
+        if not self._read:
+            raise DataError(
+                f"The data module's loaders have only {counted(self._next - 1, 'batch', 'batches')} with rows in this "
+                f"epoch, although Keras expects {len(self)}. Return from __len__ the number of batches that have rows."
+            )
         return self._read.popleft()
 
     def _arranged(self, arrays: Arrays, rows: int) -> tuple[Any, ...]:

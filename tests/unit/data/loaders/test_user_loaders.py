@@ -69,6 +69,16 @@ def test_ranks_with_different_numbers_of_batches_have_equal_steps(group):
     assert first[1] == [([11], 1, 3, 2.0), ([], 0, 1, 0.0)], "another epoch, from a later step"
 
 
+def rest_of_epoch(first_step):
+    source = LoaderSource(Counted([1, 0, 2, 3]), SCHEMA, "train", session.current())
+    return [batch.columns["y"].tolist() for batch in source.epoch(0, first_step)]
+
+
+def test_an_epoch_continues_after_the_batches_that_it_has_delivered_even_if_a_step_had_no_rows_on_any_rank(group):
+    assert group.run(rest_of_epoch, 0) == [[[0], [2, 2], [3, 3, 3]]] * 2
+    assert group.run(rest_of_epoch, 2) == [[[3, 3, 3]]] * 2
+
+
 def test_a_thread_loads_ahead_and_ends_with_the_iteration():
     ahead = iter(Ahead([1] * 5, async_loader_queue_size=2))
     assert next(ahead)["thread"] == "sparkhvd-loader"
