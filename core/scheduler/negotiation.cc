@@ -20,6 +20,7 @@ RequestMessage Negotiation::Report(const std::vector<const Request*>& submitted)
 }
 
 void Negotiation::Remember(const Request& own, const std::vector<int64_t>& rows) {
+  if (!cache_.Recurs(own.name)) return;
   if (const std::optional<uint32_t> id = cache_.NextId(own.name)) readiness_.Forget(*id, cache_);
   cache_.Insert(own, rows);
 }

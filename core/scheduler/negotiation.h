@@ -53,7 +53,8 @@ class Negotiation {
   virtual Result<Outcome> Conclude(Deadline deadline) = 0;
   virtual bool interruptible() const = 0;
 
-  // Stores an agreement about `own`. All ranks call it in the order of the response.
+  // Stores an agreement about `own` if its name recurs. All ranks call it in the order of the
+  // response.
   void Remember(const Request& own, const std::vector<int64_t>& rows);
 
   ResponseCache& cache() { return cache_; }

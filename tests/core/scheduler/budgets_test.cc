@@ -170,7 +170,7 @@ TEST(Budget, NoRankOfAThousandExchangesMoreThanFiftyMessagesPerCycle) {
 
 TEST_P(Budgets, ARepeatedOperationCostsOneFrameAndItsData) {
   for (const Budget& budget : kBudgets) {
-    const std::vector<Cost> costs = Measure(OwnHosts(GetParam()), budget.kind, 1, 3);
+    const std::vector<Cost> costs = Measure(OwnHosts(GetParam()), budget.kind, 2, 4);
     const Cost data = budget.data(ranks());
     for (size_t rank = 0; rank < ranks(); ++rank) {
       const size_t frames = Frames(rank);

@@ -83,6 +83,8 @@ TEST(ArenaNegotiation, DataDepositedWithEqualMessagesReachesAllMembers) {
   OnEveryMember(4, [](Member& self) {
     EXPECT_FALSE(self.Meet({Named("a")}).deposits) << "requested in full";
     self.negotiation.Remember(Named("a"), {});
+    EXPECT_FALSE(self.Meet({Named("a")}).deposits) << "stored once the name recurs";
+    self.negotiation.Remember(Named("a"), {});
     for (int round = 0; round < 10; ++round) {
       const Outcome outcome = self.Meet({Named("a")});
       EXPECT_EQ(self.Names(outcome), std::vector<std::string>{"a"});

@@ -126,6 +126,23 @@ TEST(ResponseCache, GivesEqualRanksEqualIdsAndEvictsTheLeastRecentlyUsed) {
   EXPECT_EQ(none.Find(Allreduce("a")), std::nullopt);
 }
 
+TEST(ResponseCache, StoresOnlyNamesThatRecur) {
+  ResponseCache cache(2);
+  EXPECT_FALSE(cache.Recurs("a"));
+  EXPECT_FALSE(cache.Recurs("b"));
+  EXPECT_TRUE(cache.Recurs("a"));
+  EXPECT_TRUE(cache.Recurs("b"));
+  cache.Insert(Allreduce("a"), {});
+  for (int number = 0; number < 1000; ++number) {
+    EXPECT_FALSE(cache.Recurs("noname." + std::to_string(number)));
+  }
+  EXPECT_TRUE(cache.Recurs("a")) << "it has an entry";
+  EXPECT_FALSE(cache.Recurs("b")) << "too many other names";
+  ResponseCache none(0);
+  EXPECT_FALSE(none.Recurs("a"));
+  EXPECT_FALSE(none.Recurs("a"));
+}
+
 TEST(ResponseCache, RemembersTheRowsThatEveryRankSent) {
   ResponseCache cache(2);
   cache.Insert(Allgather("g", 1), {1, 5});

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import ctypes
+
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -53,6 +56,17 @@ def reduce_in_every_form():
     assert result.tolist() == [mean] * 4
     assert hvd.allreduce_(mine) is mine
     assert mine.tolist() == [mean] * 4
+
+
+def growth_of_memory_with_new_tensors():
+    """Reduce 800 MB of new tensors, unnamed, and return by how many bytes the memory of this process has grown."""
+    process, sizes = psutil.Process(), []
+    ctypes.CDLL(None).mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD: tensors share a heap with small blocks
+    for step in range(220):
+        hvd.allreduce_(torch.ones(1_000_000))
+        if step in {19, 219}:
+            sizes.append(process.memory_info().rss)
+    return sizes[1] - sizes[0]
 
 
 def communicate_lazy_views():
@@ -164,6 +178,10 @@ def see_the_world():
 
 def test_autograd_refuses_gradients_from_values_that_a_collective_has_overwritten(group):
     group.run(overwrite_values_saved_by_autograd)
+
+
+def test_collectives_without_names_reuse_the_memory_of_earlier_tensors(group):
+    assert max(group.run(growth_of_memory_with_new_tensors)) < 200 << 20
 
 
 def test_lazily_negated_or_conjugated_views_are_communicated_by_value(group):
