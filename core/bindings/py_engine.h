@@ -112,11 +112,15 @@ class Handle {
   bool done() const { return operation_->done() || engine_->forked(); }
 
   void Wait(double timeout_s) {
-    if (operation_->done()) return Check(operation_->outcome());
-    static_cast<void>(engine_->engine());  // fails in a forked child
-    const Status status = WaitInSlices(
-        timeout_s, [&](Deadline deadline) { return engine_->engine().Wait(*operation_, deadline); },
-        [&] { return operation_->done(); });
+    Status status;
+    if (!operation_->done()) {
+      static_cast<void>(engine_->engine());  // fails in a forked child
+      status = WaitInSlices(
+          timeout_s,
+          [&](Deadline deadline) { return engine_->engine().Wait(*operation_, deadline); },
+          [&] { return operation_->done(); });
+    }
+    ReleaseBuffersIfSettled();
     // The operation may have finished since the last slice ended. Then its outcome counts.
     Check(operation_->done() ? operation_->outcome() : status);
   }
@@ -158,6 +162,13 @@ class Handle {
  private:
   static CudaStream ToStream(uintptr_t stream) {
     return reinterpret_cast<CudaStream>(stream);  // NOLINT: the caller's contract
+  }
+
+  // Python's garbage collector does not see the reference from this object to the owner of the
+  // buffers. If it lasted, an owner that refers to its handle would never be freed.
+  void ReleaseBuffersIfSettled() {
+    if (!operation_->settled()) return;
+    const py::object released = std::move(keep_alive_);  // its finalizer may use this object
   }
 
   void RequireDone() const {

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import ctypes
+import gc
+import weakref
 
 import numpy as np
 import psutil
@@ -67,6 +69,18 @@ def growth_of_memory_with_new_tensors():
         if step in {19, 219}:
             sizes.append(process.memory_info().rss)
     return sizes[1] - sizes[0]
+
+
+def free_tensors_that_refer_to_their_handles():
+    alive = []
+    for number in range(3):
+        tensor = torch.ones(1000)
+        tensor.handle = hvd.allreduce_async_(tensor, name=f"cycle.{number}")
+        tensor.handle.wait()
+        alive.append(weakref.ref(tensor))
+        del tensor
+    gc.collect()
+    return [reference() is not None for reference in alive]
 
 
 def communicate_lazy_views():
@@ -182,6 +196,10 @@ def test_autograd_refuses_gradients_from_values_that_a_collective_has_overwritte
 
 def test_collectives_without_names_reuse_the_memory_of_earlier_tensors(group):
     assert max(group.run(growth_of_memory_with_new_tensors)) < 200 << 20
+
+
+def test_a_tensor_that_refers_to_its_handle_is_freed_with_it(group):
+    assert group.run(free_tensors_that_refer_to_their_handles) == [[False] * 3] * group.size
 
 
 def test_lazily_negated_or_conjugated_views_are_communicated_by_value(group):
