@@ -15,10 +15,11 @@ class Deadline {
     const auto room = Clock::time_point::max() - now;
     return Deadline(now + std::min(std::chrono::duration_cast<Clock::duration>(duration), room));
   }
+  // Expires at once if `seconds` is negative or NaN.
   static Deadline AfterSeconds(double seconds) {
     constexpr double kCentury = 3.0e9;
-    return After(
-        std::chrono::nanoseconds(static_cast<int64_t>(std::clamp(seconds, 0.0, kCentury) * 1e9)));
+    const double limited = seconds > 0 ? std::min(seconds, kCentury) : 0;
+    return After(std::chrono::nanoseconds(static_cast<int64_t>(limited * 1e9)));
   }
 
   static Deadline Never() { return Deadline(Clock::time_point::max()); }

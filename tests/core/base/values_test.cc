@@ -3,6 +3,7 @@
 #include <sys/stat.h>
 
 #include <array>
+#include <cmath>
 #include <set>
 #include <string>
 
@@ -60,6 +61,7 @@ TEST(ReduceOp, ParsesBackEveryName) {
 TEST(Deadline, BoundsThePollTimeout) {
   EXPECT_EQ(Deadline::AfterSeconds(0).RemainingMillis(), 0);
   EXPECT_TRUE(Deadline::AfterSeconds(-1).Expired());
+  EXPECT_EQ(Deadline::AfterSeconds(std::nan("")).Remaining().count(), 0);
   EXPECT_EQ(Deadline::AfterSeconds(1e12).RemainingMillis(250), 250);
   EXPECT_FALSE(Deadline::AfterSeconds(1e12).Expired());
 }
