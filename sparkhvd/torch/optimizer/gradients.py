@@ -264,7 +264,8 @@ class GradientExchange:
         flags = [layout is torch.strided for layout in layouts] + [layout is torch.sparse_coo for layout in layouts]
         # Infinity stays infinite under every factor. In float16, small factors would turn 1 into 0.
         values = [math.inf if flag else 0.0 for flag in flags]
-        self._flags = torch.tensor(values, dtype=self._settings.wire_dtype(first.parameter.dtype))
+        # A complex gradient is refused by its own name, so the vector that precedes it is real.
+        self._flags = torch.tensor(values, dtype=self._settings.wire_dtype(first.parameter.dtype.to_real()))
         op = self._weight().op
         own = buffer_of(self._flags, "The presence vector of the gradients")
         self._presence = session.current().reduce_buffer(

@@ -9,6 +9,7 @@ import torch
 
 import sparkhvd.torch as hvd
 from sparkhvd.comm import session
+from sparkhvd.errors import ConfigError
 from tests.ranks import TORCH, RankGroup
 
 RANKS = 3
@@ -417,6 +418,14 @@ def test_invalid_groups_are_rejected(alone, groups, message):
         hvd.DistributedOptimizer(
             torch.optim.SGD([weight], lr=0.1), groups=[[weight], [weight]] if groups == "twice" else groups
         )
+
+
+def test_a_complex_gradient_is_refused_by_its_name(alone):
+    weight = torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), [("spectrum", weight)])
+    optimizer.zero_grad()
+    with pytest.raises(ConfigError, match=r"The gradient 'gradient\.spectrum' has dtype torch\.complex64"):
+        weight.abs().sum().backward()
 
 
 def test_num_groups_is_deprecated_but_works(alone):
