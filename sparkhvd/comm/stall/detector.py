@@ -226,8 +226,10 @@ class StallDetector:
         return dict(self._identities)
 
     def _end_job(self) -> None:
-        latest = self._watched.report
-        stalled = latest.headline() if latest is not None and latest.tensors else self._pending()[0]
+        latest, pending = self._watched.report, self._pending()
+        if not pending:
+            return  # the last collective has just ended
+        stalled = latest.headline() if latest is not None and latest.tensors else pending[0]
         _log.error("Aborting the job, which has stalled for %.0f s: %s.", self._shutdown_after, stalled)
         self._publish_straggler(f"SPARKHVD_STALL_SHUTDOWN_SECONDS={self._shutdown_after:g}")
         for channel in list(self._channels.values()):
