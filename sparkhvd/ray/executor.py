@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Never, Self, TextIO, TypeVar
 
 import ray
@@ -47,6 +47,10 @@ _OWN = (
     "cpus_per_worker",
     "use_gpu",
     "gpus_per_worker",
+)
+# Former names of Horovod.
+_FORMER_NAMES = MappingProxyType(
+    {"num_slots": "num_workers_per_host", "cpus_per_slot": "cpus_per_worker", "gpus_per_slot": "gpus_per_worker"}
 )
 
 
@@ -116,7 +120,8 @@ class RayExecutor:
         **unknown: Never,
     ) -> None:
         for name in unknown:
-            raise TypeError(f"RayExecutor() takes no argument {name!r}. {did_you_mean(name, _OWN, show=str)}".rstrip())
+            hint = did_you_mean(_FORMER_NAMES.get(name, name), _OWN, show=str)
+            raise TypeError(f"RayExecutor() takes no argument {name!r}. {hint}".rstrip())
         own = settings_from(settings)
         if placement_group_timeout_s is not None:
             own = replace(own, placement_group_timeout_s=placement_group_timeout_s)

@@ -70,9 +70,18 @@ def test_arguments_that_cannot_work_are_refused(arguments, words):
         RayExecutor(**arguments)
 
 
-def test_an_unknown_argument_is_refused_with_the_closest_name():
-    unknown: dict[str, Any] = {"num_worker": 2}
-    with pytest.raises(TypeError, match=r"takes no argument 'num_worker'\. Did you mean num_workers\?"):
+@pytest.mark.parametrize(
+    ("name", "suggestion"),
+    [
+        ("num_worker", "num_workers"),
+        ("num_slots", "num_workers_per_host"),
+        ("cpus_per_slot", "cpus_per_worker"),
+        ("gpus_per_slot", "gpus_per_worker"),
+    ],
+)
+def test_an_unknown_argument_is_refused_with_the_closest_name(name, suggestion):
+    unknown: dict[str, Any] = {name: 2}
+    with pytest.raises(TypeError, match=rf"takes no argument '{name}'\. Did you mean {suggestion}\?"):
         RayExecutor(**unknown)
 
 
