@@ -70,6 +70,47 @@ def test_the_autograd_functions_of_pytorch_are_the_collectives():
     assert tensor.grad.tolist() == [9, 9]
 
 
+def test_the_autograd_functions_of_groups_return_tuples():
+    import torch  # noqa: PLC0415
+    from horovod.torch import mpi_ops as hvd  # noqa: PLC0415
+
+    hvd.init()
+    try:
+        everyone, tensors = hvd.global_process_set, [torch.arange(2.0, requires_grad=True) for _ in range(2)]
+        results = [
+            hvd.HorovodGroupedAllreduce.apply(None, "x", hvd.Sum, 3.0, 1.0, everyone, *tensors),
+            hvd.HorovodGroupedAllgather.apply("x", everyone, *tensors),
+            hvd.HorovodGroupedReducescatter.apply("x", hvd.Sum, everyone, 3.0, 1.0, *tensors),
+        ]
+        sum(torch.cat(outputs).sum() for outputs in results).backward()
+    finally:
+        hvd.shutdown()
+    assert all(isinstance(outputs, tuple) for outputs in results)
+    assert [[output.tolist() for output in outputs] for outputs in results] == [
+        [[0, 3]] * 2,
+        [[0, 1]] * 2,
+        [[0, 3]] * 2,
+    ]
+    assert [tensor.grad.tolist() for tensor in tensors] == [[7, 7]] * 2
+
+
+@pytest.mark.parametrize("module", ["torch", "tensorflow"])
+def test_the_operation_follows_from_arguments_in_the_module_of_collectives(module):
+    hvd = import_module(f"horovod.{module}.mpi_ops")
+    assert hvd.handle_average_backwards_compatibility(None, False) is hvd.Sum
+
+
+def test_state_handlers_are_refused():
+    from horovod.torch.elastic import state  # noqa: PLC0415
+
+    class Handler(state.StateHandler):
+        pass
+
+    for call in (lambda: Handler(1), state.get_handler_registry, lambda: state.set_handler_registry([])):
+        with pytest.raises(NotImplementedError, match=r"derive a class from hvd\.elastic\.State"):
+            call()
+
+
 def test_batch_normalization_of_tensorflow_has_a_module():
     import horovod.tensorflow as hvd  # noqa: PLC0415
     from horovod.tensorflow.sync_batch_norm import SyncBatchNormalization  # noqa: PLC0415
@@ -228,6 +269,21 @@ def test_a_loader_that_waits_for_room_can_be_closed():
     assert next(iter(squares)) == 0
     squares.close_async_loader()
     assert list(squares) == []
+
+
+def test_a_discovery_on_ray_is_refused():
+    pytest.importorskip("ray")
+    from horovod.ray import elastic, elastic_v2  # noqa: PLC0415
+
+    class Discovery(elastic.RayHostDiscovery):
+        pass
+
+    assert elastic_v2.RayHostDiscovery is elastic.RayHostDiscovery
+    with pytest.raises(NotImplementedError, match="On Ray, the nodes provide the slots"):
+        Discovery(use_gpu=True, cpus_per_slot=1)
+    for module in ("strategy", "utils"):
+        with pytest.raises(ImportError, match=r"Start jobs with horovod\.ray\.RayExecutor"):
+            import_module(f"horovod.ray.{module}")
 
 
 def test_callbacks_of_ray_have_no_effect(monkeypatch):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import sys
+import threading
 from contextlib import nullcontext
 from importlib import import_module
 from inspect import Parameter, signature
@@ -107,6 +109,11 @@ def horovod(monkeypatch):
         ("horovod.spark.keras.datamodule", "does not read with petastorm"),
         ("horovod.spark.lightning.datamodule", "does not read with petastorm"),
         ("horovod.spark.torch.datamodule", "does not read with petastorm"),
+        ("horovod.runner.elastic.discovery", r"function to sparkhvd\.run_elastic\(discovery=\.\.\.\)"),
+        ("horovod.runner.http.http_server", "does not have the parts of Horovod's launcher"),
+        ("horovod.runner.gloo_run", r"Start jobs with horovod\.run or horovodrun"),
+        ("horovod.runner.mpi_run", r"Start jobs with horovod\.run or horovodrun"),
+        ("horovod.runner.common.util.hosts", r"Start jobs with horovod\.run or horovodrun"),
     ],
 )
 def test_missing_features_raise_an_error_of_one_sentence(horovod, module, message):
@@ -224,6 +231,37 @@ def test_threads_run_in_the_background(horovod):
     in_thread(int, ("no number",), silent=True).join(60)
     with pytest.raises(ValueError, match=r"must be a tuple, but is a list\. Pass \(value,\)"):
         in_thread(calls.append, [1])
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_calls_in_threads_return_their_results_by_index(horovod):
+    from horovod.runner.util.threads import execute_function_multithreaded as call_all  # noqa: PLC0415
+
+    numbers = [["1"], ["2"], ["3"]]
+    assert call_all(int, numbers, max_concurrent_executions=2) == {0: 1, 1: 2, 2: 3}
+    assert numbers == [["1"], ["2"], ["3"]]
+    assert call_all(int, []) == {}
+    assert call_all(int, numbers, block_until_all_done=False) is None
+    with pytest.raises(RuntimeError, match=r"1 of 2 calls failed\. See their errors above\."):
+        call_all(operator.getitem, [["ab", 1], ["ab", 2]])
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_thread_waits_for_an_event(horovod, stops):
+    from horovod.runner.util.threads import on_event  # noqa: PLC0415
+
+    event, stop, calls = threading.Event(), threading.Event(), []
+    thread = on_event(event, calls.append, (1,), stop, check_stop_interval_s=0.01, daemon=False)
+    if stops:
+        stop.set()
+        thread.join(60)
+    event.set()
+    thread.join(60)
+    assert calls == ([] if stops else [1])
+    with pytest.raises(ValueError, match=r"daemon=False must have an event that stops it\. Pass stop\."):
+        on_event(event, calls.append, (1,), daemon=False)
+    with pytest.raises(ValueError, match=r"event must be a threading\.Event, got None"):
+        on_event(None, calls.append)
 
 
 @pytest.mark.parametrize(

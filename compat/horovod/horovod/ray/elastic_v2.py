@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from horovod.ray import ElasticRayExecutor
+from horovod.ray.elastic import ElasticRayExecutor, RayHostDiscovery
 
-__all__ = ["ElasticRayExecutor"]
+__all__ = ["ElasticRayExecutor", "RayHostDiscovery"]

@@ -10,7 +10,6 @@ import tensorflow as tf
 import sparkhvd.tensorflow as _hvd
 from horovod._signatures import with_parameters
 from horovod.common.util import check_extension, gpu_available
-from horovod.common.util import num_rank_is_power_2 as check_num_rank_power_of_2
 from horovod.tensorflow import functions, mpi_ops, util
 from horovod.tensorflow.compression import Compression
 from horovod.tensorflow.functions import *  # noqa: F403  its __all__ lists the names
@@ -33,7 +32,6 @@ __all__ = [
     "SyncBatchNormalization",
     "broadcast_global_variables",
     "check_extension",
-    "check_num_rank_power_of_2",
     "gpu_available",
     "util",
 ]

@@ -13,6 +13,8 @@ from horovod._signatures import with_parameters, with_scope
 from horovod.common import interface
 from horovod.common.basics import HorovodBasics
 from horovod.common.interface import *  # noqa: F403  its __all__ lists the names
+from horovod.common.util import get_average_backwards_compatibility_fun
+from horovod.common.util import num_rank_is_power_2 as check_num_rank_power_of_2
 from sparkhvd.errors import HorovodInternalError
 from sparkhvd.tensorflow import barrier
 
@@ -24,6 +26,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "broadcast_",
+    "check_num_rank_power_of_2",
     "grouped_allgather",
     "grouped_allreduce",
     "grouped_reducescatter",
@@ -40,6 +43,8 @@ __all__.remove("allgather_object")  # those of horovod.tensorflow.functions take
 __all__.remove("broadcast_object")
 
 _basics = HorovodBasics(__file__)
+
+handle_average_backwards_compatibility = get_average_backwards_compatibility_fun(interface)
 
 _REDUCTION_PARAMETERS = "average device_dense device_sparse compression op prescale_factor postscale_factor"
 _SCALE_PARAMETERS = "prescale_factor postscale_factor"

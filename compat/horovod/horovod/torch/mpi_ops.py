@@ -12,9 +12,11 @@ from horovod._signatures import with_parameters, with_scope
 from horovod.common import interface
 from horovod.common.basics import HorovodBasics
 from horovod.common.interface import *  # noqa: F403  its __all__ lists the names
+from horovod.common.util import get_average_backwards_compatibility_fun
 from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.errors import HorovodInternalError
 from sparkhvd.torch import barrier, poll, synchronize
+from sparkhvd.torch.compression import Compression
 
 __all__ = [
     "HorovodInternalError",
@@ -49,6 +51,8 @@ __all__ = [
 __all__ += interface.__all__
 
 _basics = HorovodBasics(__file__)
+
+handle_average_backwards_compatibility = get_average_backwards_compatibility_fun(interface)
 
 allgather = with_scope("allgather", _hvd.allgather)
 allgather_async = with_scope("allgather", _hvd.allgather_async)
@@ -132,6 +136,54 @@ class HorovodReducescatter:
     """Horovod's autograd function of reduce-scatters."""
 
     apply = staticmethod(with_parameters("tensor name op process_set prescale_factor postscale_factor", reducescatter))
+
+
+class HorovodGroupedAllreduce:
+    """Horovod's autograd function of grouped allreduces."""
+
+    @staticmethod
+    def apply(  # noqa: PLR0917  the order of the arguments is Horovod's, here and below
+        average: bool | None,
+        name: str | None,
+        op: ReduceOp | None,
+        prescale_factor: float,
+        postscale_factor: float,
+        process_set: interface.ProcessSet,
+        *tensors: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        """Return the combined tensors."""
+        return tuple(
+            grouped_allreduce(
+                tensors, average, name, Compression.none, op, prescale_factor, postscale_factor, process_set
+            )
+        )
+
+
+class HorovodGroupedAllgather:
+    """Horovod's autograd function of grouped allgathers."""
+
+    @staticmethod
+    def apply(name: str | None, process_set: interface.ProcessSet, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the gathered tensors."""
+        return tuple(grouped_allgather(tensors, name, process_set))
+
+
+class HorovodGroupedReducescatter:
+    """Horovod's autograd function of grouped reduce-scatters."""
+
+    @staticmethod
+    def apply(
+        name: str | None,
+        op: ReduceOp,
+        process_set: interface.ProcessSet,
+        prescale_factor: float,
+        postscale_factor: float,
+        *tensors: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        """Return this rank's parts of the combined tensors."""
+        return tuple(
+            grouped_reducescatter(tensors, name, Compression.none, op, process_set, prescale_factor, postscale_factor)
+        )
 
 
 def join(device: int = -1) -> int:
