@@ -381,7 +381,7 @@ def run_ranks(
     """Run ``fn`` on every rank, with the backend of the placement, which may override ``default_env``."""
     backend = _backend(placement)
     if not isinstance(backend, SparkBackend):
-        return list(backend.run(fn, args, None, {**default_env, **env}))
+        return list(backend.run(fn, args, {}, {**default_env, **env}))
     env = {**default_env, **backend.env, **env}
     backend = backend.completed(
         num_proc=placement.num_proc,

@@ -7,7 +7,8 @@ import pytest
 import sparkhvd
 from sparkhvd import SparkBackend
 from sparkhvd.errors import ConfigError
-from sparkhvd.estimators.params.backend import ELASTIC_ARGUMENTS
+from sparkhvd.estimators.params.backend import ELASTIC_ARGUMENTS, run_ranks
+from sparkhvd.estimators.params.params import EstimatorParams
 
 
 def test_the_arguments_of_elastic_backends_are_those_of_run_elastic():
@@ -65,3 +66,24 @@ def test_an_elastic_backend_refuses_arguments_that_run_elastic_lacks(argument):
 def test_contradictory_arguments_of_elastic_backends_are_refused(backend, message):
     with pytest.raises(ConfigError, match=message):
         backend.check_elastic()
+
+
+def test_a_backend_of_the_users_own_may_unpack_its_keyword_arguments():
+    class Own:
+        def num_processes(self):
+            return 1
+
+        def run(self, fn, args=(), kwargs=None, env=None):
+            return [(fn(*args, **kwargs), dict(env))]
+
+    results = run_ranks(
+        EstimatorParams(backend=Own())._plan(),
+        int,
+        ("3",),
+        spark=None,
+        env={"A": "1"},
+        default_env={"A": "2", "B": "3"},
+        preload=(),
+        rows=None,
+    )
+    assert results == [(3, {"A": "1", "B": "3"})]
