@@ -179,6 +179,17 @@ def test_hosts_and_limits_choose_the_launcher_and_the_kind_of_job(horovod, monke
     assert passed == {**dict.fromkeys(passed), **options}
 
 
+@pytest.mark.parametrize("limits", [{"min_np": 2, "max_np": 3}, {"min_num_proc": 2, "max_num_proc": 3}])
+def test_an_elastic_job_on_spark_takes_horovods_names_of_its_limits(horovod, monkeypatch, limits):
+    from horovod.spark import run_elastic  # noqa: PLC0415
+
+    calls = []
+    monkeypatch.setattr("sparkhvd.run_elastic", lambda *args, **kwargs: calls.append((args, kwargs)))
+    run_elastic(print, (1,), num_proc=2, start_timeout=5, **limits)
+    run_elastic(print, (1,), None, 2, 2, 3, 5)
+    assert calls == [((print, (1,), None, 2, 2, 3), {"start_timeout": 5}), ((print, (1,), None, 2, 2, 3, 5), {})]
+
+
 def test_the_launchers_function_runs_functions_and_commands(horovod, monkeypatch):
     from horovod.runner import _HorovodArgs, launch  # noqa: PLC0415
 
