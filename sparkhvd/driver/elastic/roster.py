@@ -175,6 +175,8 @@ class Roster:
             return False
         if member.generation != self._generation or self._generation == 0:
             why = "returned without being a member of the current generation"
+            if member.phase is Phase.STARTING:
+                why = "ended without calling hvd.init(), which every rank of an elastic job must call"
             return self.lost(worker, f"Worker {worker} on host {member.host} {why}", now)
         if member.phase is Phase.RUNNING and self._idle:  # the worker has not noticed that its generation is broken
             return self.lost(worker, _early_return(member), now)

@@ -140,7 +140,13 @@ def test_a_result_of_a_worker_without_a_generation_does_not_count():
     roster.started(0, "a", 0.0)
     assert roster.returned(0, 1.0)
     assert roster.member(0) is None
-    assert "returned without being a member" in roster.view(1.0).reasons[0]
+    assert roster.view(1.0).reasons[0] == (
+        "Worker 0 on host a ended without calling hvd.init(), which every rank of an elastic job must call"
+    )
+    roster.started(1, "a", 2.0)
+    assert roster.waiting(1, 0, -1, "", 3.0)
+    assert roster.returned(1, 4.0)
+    assert "returned without being a member" in roster.view(4.0).reasons[-1]
 
 
 @pytest.mark.parametrize("returns_first", [True, False])
