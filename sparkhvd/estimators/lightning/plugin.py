@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -87,6 +87,7 @@ class LightningPlugin:
             ModelOutputError: ``forward`` cannot take such rows, or does not return one output per label.
         """
         _check_types(params)
+        _check_callbacks(typed_params(LightningParams, params).callbacks or (), has_logger=bool(params["logger"]))
         payload = self.pack({**params, "schema": schema})
         if flavour_of(params["model"]) is None:  # a LightningModule's metrics are known only when it logs them
             objective = objective_of(params)
@@ -252,18 +253,32 @@ def _check_types(params: Mapping[str, object]) -> None:
     own = typed_params(LightningParams, params)
     _check_flavour("callbacks", "callback", own.callbacks or (), flavour)
     _check_flavour("logger", "logger", _loggers(params["logger"]), flavour)
-    _refuse_batch_size_finder(own.callbacks or ())
     _check_one_best(params)
     _check_trainer_args(own.trainer_args or {}, params)
 
 
-def _refuse_batch_size_finder(callbacks: Sequence[object]) -> None:
+def _check_callbacks(callbacks: Sequence[object], *, has_logger: bool) -> None:
     for callback in callbacks:
-        if any(kind.__name__ == "BatchSizeFinder" for kind in type(callback).__mro__):
+        if _is_any(callback, {"BatchSizeFinder"}):
             raise ParamError(
                 f"callbacks holds a {type(callback).__name__}, but the estimator's batches have the size that its "
                 "parameter batch_size sets. Leave the callback out."
             )
+        if needs_logger(callback) and not has_logger:
+            raise ParamError(
+                f"callbacks holds a {type(callback).__name__}, which needs a logger. Pass one, such as "
+                "logger=CSVLogger('logs')."
+            )
+
+
+def needs_logger(callback: object) -> bool:
+    """Return whether a callback of Lightning refuses a Trainer without a logger."""
+    return _is_any(callback, {"DeviceStatsMonitor", "LearningRateMonitor"})
+
+
+def _is_any(callback: object, names: Set[str]) -> bool:
+    """Return whether a callback is of a class with one of these names, under any name of Lightning."""
+    return any(kind.__name__ in names for kind in type(callback).__mro__)
 
 
 def _check_one_best(params: Mapping[str, object]) -> None:

@@ -103,6 +103,10 @@ def refused(more):
         from lightning.pytorch.callbacks import BatchSizeFinder  # noqa: PLC0415
 
         more = {"callbacks": [type("Finder", (BatchSizeFinder,), {})()]}
+    if more.get("callbacks") == "learning rate":
+        from lightning.pytorch.callbacks import LearningRateMonitor  # noqa: PLC0415
+
+        more = {**more, "callbacks": [LearningRateMonitor()]}
     if more.get("trainer_args") == "async":
         from lightning.pytorch.plugins.io import AsyncCheckpointIO  # noqa: PLC0415
 
@@ -134,6 +138,8 @@ def refused(more):
         ({"callbacks": "best"}, "Both checkpoints=Checkpoints(best='loss') and ModelCheckpoint(monitor='val_loss')"),
         ({"callbacks": [print]}, "is not a callback"),
         ({"callbacks": "batch size"}, "a Finder, but the estimator's batches have the size that its"),
+        ({"callbacks": "learning rate"}, "a LearningRateMonitor, which needs a logger. Pass one, such as"),
+        ({"callbacks": "learning rate", "logger": True}, [(3,)]),
         ({"logger": 3}, "logger holds a int, which is not a logger of lightning.pytorch"),
         (
             {"inputs": {"x": NamedInput(("x",))}},
