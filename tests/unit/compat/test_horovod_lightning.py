@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from pytorch_lightning import Callback, LightningModule, Trainer
+from pytorch_lightning.callbacks import LearningRateMonitor
+from pytorch_lightning.loggers import CSVLogger
 from pytorch_lightning.plugins.environments import LightningEnvironment
 
 from sparkhvd.errors import ParamError
@@ -132,6 +135,17 @@ def test_hooks_of_lightning_1_are_called_in_their_order(lightning_1, tmp_path):
 def test_callbacks_without_hooks_of_lightning_1_are_unchanged(lightning_1):
     own = package(torch.nn.Linear(1, 1), Callback())
     assert lightning_1.with_lightning_1_hooks(own) is own
+
+
+def test_a_callback_that_needs_a_logger_gets_one(lightning_1):
+    from horovod.spark.lightning import plugin  # noqa: PLC0415
+
+    own = CSVLogger("own")
+    packages = [package(Model(), LearningRateMonitor()), package(Model(), Recorder([]))]
+    packages.append(replace(packages[0], logger=own))
+    loggers = [plugin._with_logger(given).logger for given in packages]
+    assert isinstance(loggers[0], CSVLogger)
+    assert loggers[1:] == [None, own]
 
 
 def test_steps_that_lightning_2_does_not_call_are_refused(lightning_1):
