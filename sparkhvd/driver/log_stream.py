@@ -18,6 +18,9 @@ logger = logging.getLogger(__name__)
 
 # A carriage return would overwrite the prefix.
 _LINE_END = re.compile(r"\r*\n\r*|\r+")
+# The number of files that stay open: both streams of each rank, and as many of workers that have no rank yet. An
+# elastic job may start any number of workers.
+_FILES_PER_RANK = 4
 
 
 _thread = threading.local()
@@ -56,10 +59,12 @@ class LogStream:
     ) -> None:
         self._folder = folder  # guarded by _lock; None when nothing is saved (any more)
         self._digits = len(str(num_proc - 1))
-        self._files: dict[tuple[int, str], BinaryIO] = {}  # guarded by _lock
+        self._most_files = _FILES_PER_RANK * num_proc
+        self._files: dict[tuple[int, str], BinaryIO] = {}  # guarded by _lock; the file that was written last comes last
+        self._begun: set[tuple[int, str]] = set()  # guarded by _lock; the files that contain output of this job
         self.started = threading.Event()
         self._sinks = {"stdout": stdout, "stderr": stderr}
-        self._stored = StoreOutput(self._warn, self._show_stored)  # guarded by _lock
+        self._stored = StoreOutput(self._warn, self._show_stored, self._most_files)  # guarded by _lock
         self._timestamps = timestamps
         self._shown = shown
         self._lock = threading.Lock()  # keeps lines whole
@@ -120,12 +125,17 @@ class LogStream:
     def _save(self, output: Output) -> None:
         if self._folder is None:
             return
+        key = (output.rank, output.stream)
         try:
-            file = self._files.get((output.rank, output.stream))
+            file = self._files.pop(key, None)
             if file is None:
                 path = self._folder / f"rank.{output.rank:0{self._digits}d}" / output.stream
                 path.parent.mkdir(parents=True, exist_ok=True)
-                file = self._files[output.rank, output.stream] = path.open("wb")
+                file = path.open("ab" if key in self._begun else "wb")
+                self._begun.add(key)
+            self._files[key] = file
+            if len(self._files) > self._most_files:
+                self._files.pop(next(iter(self._files))).close()
             file.write(output.content + b"\n")
             file.flush()
         except OSError as error:

@@ -124,19 +124,25 @@ class StoreOutput:
     Args:
         warn: called with a message, once for each stream that cannot be written to the Store.
         show: called with the rank, the stream and the whole lines that were not written to a file.
+        most_writers: the number of streams whose writers stay open, because each of them has a thread.
     """
 
-    def __init__(self, warn: Callable[[str], None], show: Callable[[int, str, bytes], None]) -> None:
+    def __init__(self, warn: Callable[[str], None], show: Callable[[int, str, bytes], None], most_writers: int) -> None:
         self._warn = warn
         self._show = show
-        self._writers: dict[tuple[int, str], LogFileWriter | None] = {}  # None after a failure
+        self._most_writers = most_writers
+        # None after a failure. The stream that was written last comes last.
+        self._writers: dict[tuple[int, str], LogFileWriter | None] = {}
 
     def write(self, files: LogFiles, rank: int, stream: str, content: bytes) -> None:
         """Add whole lines; ``content`` has no newline at the end."""
         key = rank, stream
-        if key not in self._writers:
-            self._writers[key] = LogFileWriter(files, rank, stream)
-        writer = self._writers[key]
+        writer = self._writers.pop(key) if key in self._writers else LogFileWriter(files, rank, stream)
+        self._writers[key] = writer
+        if len(self._writers) > self._most_writers:
+            oldest = next(iter(self._writers))
+            self._finish(oldest)
+            del self._writers[oldest]
         try:
             if writer is not None:
                 writer.write(content)

@@ -18,6 +18,7 @@ import sparkhvd
 from sparkhvd.driver.elastic import policy
 from sparkhvd.errors import ConfigError, DataError, LaunchError, MismatchError, RankFailedError, StartTimeoutError
 from tests.launch import elastic_frameworks as frameworks
+from tests.launch import elastic_generations as generations
 from tests.launch import elastic_training as training
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")  # other tests of elastic jobs start each rank anew
@@ -456,3 +457,23 @@ def test_a_model_whose_state_dict_has_copies_is_synchronized():
     options = FAST | {"preload": ("torch._dynamo",)}
     weights = sparkhvd.run_elastic(frameworks.synchronize_a_model_whose_state_dict_holds_copies, num_proc=2, **options)
     assert weights == [5.0, 5.0]
+
+
+@pytest.mark.parametrize(
+    ("how", "framework"),
+    [
+        ("kill", "numpy"),
+        ("reset", "torch"),
+        pytest.param("reset", "keras", marks=pytest.mark.soak),
+        pytest.param("kill", "torch", marks=pytest.mark.soak),
+    ],
+)
+def test_neither_the_driver_nor_a_surviving_rank_grows_with_the_generations(tmp_path, how, framework):
+    samples, keys = generations.changing(tmp_path, (14, 22), how, framework, launcher="local")
+    early, late = samples
+    assert 22 <= late.generation <= 23
+    for of in ("rank", "parent", "driver"):
+        first, last = getattr(early, of), getattr(late, of)
+        assert (last.descriptors, last.threads) == (first.descriptors, first.threads), f"{of}: {first}, then {last}"
+        assert last.memory - first.memory < 16 * generations.MEGABYTE, f"{of}: {first}, then {last}"
+    assert keys <= 8, "the server keeps the keys of the last generation only"

@@ -116,7 +116,8 @@ class DriverLog:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._files = StoreOutput(_write_notice, self._write_here)  # used only by the pump's thread, until close
+        # Used only by the pump's thread, until close. It has both streams under the current and the previous rank.
+        self._files = StoreOutput(_write_notice, self._write_here, most_writers=4)
         self._lock = threading.Lock()
         self._client: Client | None = None  # guarded by _lock
         self._unreachable = not job.driver_addresses  # guarded by _lock

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from sparkhvd.driver.log_stream import LogStream
@@ -89,6 +91,18 @@ def test_the_driver_writes_the_log_files_of_local_ranks(files):
     stream.handle(Output(1, "stdout", b"said"))
     stream.close()
     assert content(files, "logs/rank.1/stdout.000000") == b"said\n"
+
+
+def test_output_of_many_workers_leaves_few_threads_and_is_complete(files):
+    stream = LogStream(files, None, timestamps=False, num_proc=2)
+    for line in (b"first", b"second"):
+        for number in range(20):
+            stream.handle(Output(number, "stdout", line))
+    assert sum(thread.name == "sparkhvd-log-files" for thread in threading.enumerate()) <= 8
+    stream.close()
+    for number in range(20):
+        assert content(files, f"logs/rank.{number}/stdout.000000") == b"first\n"
+        assert content(files, f"logs/rank.{number}/stdout.000001") == b"second\n"
 
 
 def test_the_driver_shows_output_that_the_store_rejects_with_one_warning(files, capsys, caplog, monkeypatch, tmp_path):

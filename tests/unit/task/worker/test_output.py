@@ -6,6 +6,7 @@ import re
 import threading
 import time
 
+import psutil
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -206,3 +207,16 @@ def test_an_unwritable_folder_affects_only_the_log_files(tmp_path, caplog):
     assert (tmp_path / "rank.0" / "stdout").read_text() == "0\n"
     warning = f"The output of the ranks is no longer saved in {tmp_path}: [Errno 28] No space left on device"
     assert caplog.text.count("saved in") == caplog.text.count(warning) == 1
+
+
+def test_output_of_many_workers_leaves_few_files_open_and_is_complete(tmp_path):
+    (tmp_path / "rank.0").mkdir()
+    (tmp_path / "rank.0" / "stdout").write_text("of an earlier job\n")
+    stream = LogStream(None, None, timestamps=False, folder=tmp_path, num_proc=2, shown=False)
+    before = psutil.Process().num_fds()
+    for line in (b"first", b"second"):
+        for number in range(100):
+            stream.handle(Output(number, "stdout", line))
+    assert psutil.Process().num_fds() - before <= 8
+    stream.close()
+    assert {path.read_text() for path in tmp_path.glob("rank.*/stdout")} == {"first\nsecond\n"}
