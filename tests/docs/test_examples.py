@@ -199,3 +199,34 @@ def test_passages_of_the_documentation_are_classified_by_their_words_in_every_fr
     baseline = correct.pop("always the longest page")
     assert list(correct) == ["torch", "lightning", "keras"]
     assert all(count > 1.5 * baseline for count in correct.values()), correct
+
+
+@pytest.mark.spark
+def test_elastic_digits_replaces_a_lost_rank_and_uses_every_scan_once_per_epoch(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    output = _run_in(spark, tmp_path, "elastic_digits.py", "--num-proc", "2", "--epochs", "6")
+    assert re.search(r"ranks in each generation: 2 1\b", output)
+    assert "scans in each epoch: 1500 1500 1500 1500 1500 1500" in output
+    assert float(re.search(r"held-out accuracy: ([\d.]+)%", output)[1]) > 60
+
+
+@pytest.mark.spark
+def test_elastic_keras_digits_replaces_a_lost_rank(spark: SparkSession, tmp_path: Path) -> None:
+    output = _run_in(spark, tmp_path, "elastic_keras_digits.py", "--num-proc", "2", "--epochs", "6")
+    assert re.search(r"ranks in each generation: 2 1\b", output)
+    assert float(re.search(r"held-out accuracy: ([\d.]+)%", output)[1]) > 60
+
+
+@pytest.mark.spark
+def test_elastic_estimator_trains_in_a_session_of_any_kind(spark: SparkSession, tmp_path: Path) -> None:
+    output = _run_in(spark, tmp_path, "elastic_estimator.py", "--epochs", "3", "--folder", "out")
+    assert "epochs trained: 3" in output
+    assert float(re.search(r"held-out accuracy: ([\d.]+)%", output)[1]) > 40, "guessing is right for a tenth"
+
+
+@pytest.mark.soak
+def test_elastic_estimator_trains_on_dynamic_allocation(tmp_path: Path) -> None:
+    output = _run(tmp_path, "elastic_estimator.py", "--epochs", "3")
+    assert "numbers of ranks, from the first epoch to the last: " in output
+    assert float(re.search(r"held-out accuracy: ([\d.]+)%", output)[1]) > 40
