@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import socket
 from dataclasses import dataclass
 
 from sparkhvd._util.addresses import without_brackets
 from sparkhvd.compat.spark import task_number
 from sparkhvd.config import visible_devices
+from sparkhvd.errors import LaunchError
 from sparkhvd.task.devices import cuda_names, device_kind
 
 
@@ -40,20 +42,26 @@ class TaskInfo:
 
 
 def current_task_info() -> TaskInfo:
-    """Return the description of the calling barrier task."""
-    from pyspark import BarrierTaskContext  # noqa: PLC0415 - only Spark tasks call this function
+    """Return the description of the calling task; an ordinary task counts as the only one of its stage."""
+    from pyspark import BarrierTaskContext, TaskContext  # noqa: PLC0415 - only Spark tasks call this function
 
-    context = BarrierTaskContext.get()
+    context = TaskContext.get()
+    if context is None:
+        raise LaunchError("Only a Spark task can be described.")
     gpus = context.resources().get("gpu")
     devices = cuda_names(gpus.addresses, visible_devices()) if gpus else ()
+    index, hosts, attempt = 0, [socket.gethostname()], context.taskAttemptId()
+    if isinstance(context, BarrierTaskContext):
+        index, hosts = context.partitionId(), [host_of(info.address) for info in context.getTaskInfos()]
+        attempt = task_number(context)
     return TaskInfo(
-        index=context.partitionId(),
-        hosts=tuple(host_of(info.address) for info in context.getTaskInfos()),
+        index=index,
+        hosts=tuple(hosts),
         cpus=context.cpus(),
         devices=devices,
         device_kind=device_kind(devices, visible_devices()),
         parent=os.getppid(),
-        attempt=task_number(context),
+        attempt=attempt,
     )
 
 

@@ -164,6 +164,21 @@ def test_a_job_grows_by_dynamic_allocation_and_survives_the_loss_and_the_decommi
     results = results_of(
         run_script([sys.executable, script, tmp_path, *ends], tmp_path, 400, SPARKHVD_WARM_SECONDS="0")
     )
+    checks, limit = results["checks"], r"spark\.dynamicAllocation\.maxExecutors=2"
+    growth = rf"\d slots? now; dynamic allocation can grow to 2 \({limit}\)"
+    for name, verdict, says in (
+        ("of any job", "WARN", rf"{growth}\. Only elastic jobs can use it: run_elastic\(\), or estimators with "),
+        ("too large", "FAIL", rf"num_proc=3 is more than the 2 slots to which dynamic allocation can grow \({limit}\)"),
+        ("elastic", "OK", rf"{growth}; the job has 1 to 2 ranks$"),
+        ("never as large", "WARN", rf"{growth}\. The job never gets max_num_proc=3 ranks\. Raise this limit, or "),
+        (
+            "never large enough",
+            "FAIL",
+            r"min_num_proc=3 is more than the 2 slots .* Raise this limit, or lower min_",
+        ),
+    ):
+        assert checks[name][0] == verdict
+        assert re.match(says, checks[name][1]), checks[name][1]
     assert results["sizes"] == [1, 2, *[1, 2] * len(ends)], "these executors have ended and were replaced"
     assert results["losses"] == ends.count("killed"), "the rank on the decommissioned executor has left at a commit"
     (message,) = results["decommissioned"]

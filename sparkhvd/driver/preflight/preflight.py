@@ -23,31 +23,43 @@ from sparkhvd.data.spark.job import run_job
 from sparkhvd.data.spark.settings import with_spark_credentials
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.arguments import check_counts, check_names, check_seconds
+from sparkhvd.driver.elastic.run import check_elastic_resources
 from sparkhvd.driver.preflight.report import Check, PreflightReport, Verdict, cluster_checks
 from sparkhvd.driver.spark.barrier_stage import BarrierStage
 from sparkhvd.driver.spark.driver_address import driver_hosts
 from sparkhvd.driver.spark.encryption import unencrypted_spark
+from sparkhvd.driver.spark.executor_python import check_executor_python
 from sparkhvd.driver.spark.job_failures import spark_failure
 from sparkhvd.driver.spark.resources import TaskResources, profile_of
-from sparkhvd.driver.spark.slots import describe_cluster, reserve_tasks, setting_that_hides_slots
-from sparkhvd.errors import LaunchError, SlotsError, SparkHvdError, StoreError
+from sparkhvd.driver.spark.slots import (
+    check_no_dynamic_allocation,
+    describe_cluster,
+    has_dynamic_allocation,
+    largest_growth,
+    reserve_tasks,
+    setting_that_hides_slots,
+)
+from sparkhvd.errors import ConfigError, LaunchError, SlotsError, SparkHvdError, StoreError
 from sparkhvd.rpc.protection import encryption_problem
 from sparkhvd.rpc.server import Server
 from sparkhvd.store import store_at
 from sparkhvd.store.probe import StoreProbe, new_store_probe
 from sparkhvd.store.protocol import Store
+from sparkhvd.task.entry import TaskFunction, entry_of
 from sparkhvd.task.host.examination import (
     DRIVER,
     Examination,
     ExaminationRequest,
     IgnoreMessages,
+    examine_host,
     examine_task,
     secret_of,
     versions,
 )
+from sparkhvd.task.job import RESULT_SCHEMA
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql import DataFrame, Row, SparkSession
 
 _SAMPLE_ROWS = 5
 # The report mentions a wait for executors that is longer than this.
@@ -63,12 +75,16 @@ class RequestedTasks:
         resources: the resources of a rank's Spark task.
         nics: see ``run``.
         encrypt: whether the ranks encrypt their connections.
+        min_num_proc: the smallest number of ranks of an elastic job; None if the number of ranks is fixed.
+        max_num_proc: the largest number of ranks of an elastic job.
     """
 
     num_proc: int | None
     resources: TaskResources
     nics: str | Sequence[str] = ()
     encrypt: bool = False
+    min_num_proc: int | None = None
+    max_num_proc: int | None = None
 
 
 class CheckableEstimator(Protocol):
@@ -85,10 +101,15 @@ class CheckableEstimator(Protocol):
 
 @dataclass(frozen=True)
 class _Request:
-    """The arguments of ``preflight``, completed with the session and the estimator's values."""
+    """The arguments of ``preflight``, completed with the session and the estimator's values.
+
+    Attributes:
+        required: the requirements of the estimator; None without one.
+    """
 
     spark: SparkSession
     num_proc: int | None
+    required: RequestedTasks | None
     resources: TaskResources
     store: Store | None
     nics: tuple[str, ...]
@@ -113,7 +134,8 @@ def preflight(
 
     One short barrier stage checks the slots, the GPU of every task, which hosts reach each other and the driver,
     whether all of them see the Store, the versions of Python and the frameworks, and the size of /dev/shm. Problems are
-    reported, not raised.
+    reported, not raised. Under dynamic allocation, where Spark runs no barrier stages, ordinary tasks examine the
+    running executors, and the slots to which Spark can grow decide.
 
     Examples:
         >>> report = sparkhvd.preflight(num_proc=4, store=store)  # doctest: +SKIP
@@ -138,7 +160,7 @@ def preflight(
         ConfigError: an argument has a value that cannot work.
     """
     began = time.monotonic()
-    encrypt = from_environment().encrypt
+    encrypt, required = from_environment().encrypt, None
     if estimator is not None:
         store = estimator.getStore() if store is None else store
         required = estimator.requested_tasks()
@@ -154,7 +176,7 @@ def preflight(
     if store is not None:
         store = with_spark_credentials(store_at("store", store), session)
     resources = TaskResources(plain_count(cpus_per_task), gpus_per_task)
-    request = _Request(session, plain_count(num_proc), resources, store, tuple(nics or ()), encrypt, timeout)
+    request = _Request(session, plain_count(num_proc), required, resources, store, tuple(nics or ()), encrypt, timeout)
     # In parallel with the stage: the stage waits for executors, the model for imports and Spark's first query.
     model = None
     if estimator is not None and df is not None:
@@ -171,6 +193,8 @@ def preflight(
 
 def _slots_check(request: _Request) -> tuple[int, Check]:
     """Return the number of tasks to start, and the check of the slots."""
+    if has_dynamic_allocation(request.spark):
+        return _growth_check(request)
     began, deadline = time.monotonic(), Deadline.after(request.timeout)
     hidden = setting_that_hides_slots(request.spark)
     try:
@@ -194,6 +218,42 @@ def _slots_check(request: _Request) -> tuple[int, Check]:
     return count, Check("slots", Verdict.OK, f"{counted(count, 'rank')} ({request_text}; master {master}){wait_text}")
 
 
+def _growth_check(request: _Request) -> tuple[int, Check]:
+    """Return the number of tasks to start under dynamic allocation, and the check of the slots to which it can grow."""
+    spark, required = request.spark, request.required
+    is_elastic = required is not None and required.min_num_proc is not None
+    try:
+        check_spark(spark)
+        check_executor_python(spark)
+        if required is not None and not is_elastic:
+            check_no_dynamic_allocation(spark)
+        check_elastic_resources("spark", request.resources)
+    except (ConfigError, LaunchError) as error:
+        return 0, Check("slots", Verdict.FAIL, str(error))
+    cluster = describe_cluster(spark)
+    slots = cluster.count()
+    most, why = largest_growth(cluster, lambda name: spark.conf.get(name, None))
+    smallest, largest = (required.min_num_proc, required.max_num_proc) if required and is_elastic else (None, None)
+    name, needed = ("min_num_proc", smallest) if smallest is not None else ("num_proc", request.num_proc)
+    count = max(1, min(slots, request.num_proc or slots))
+    if most is not None and needed is not None and needed > most:
+        problem = f"{name}={needed} is more than the {counted(most, 'slot')} to which dynamic allocation can grow"
+        return count, Check("slots", Verdict.FAIL, f"{problem} ({why}). Raise this limit, or lower {name}.")
+    limit = "any number" if most is None else f"{most} ({why})"
+    growth = f"{counted(slots, 'slot')} now; dynamic allocation can grow to {limit}"
+    if not is_elastic:
+        return count, Check(
+            "slots",
+            Verdict.WARN,
+            f"{growth}. Only elastic jobs can use it: run_elastic(), or estimators with min_num_proc. For other jobs, "
+            "start the session with spark.dynamicAllocation.enabled=false.",
+        )
+    if most is not None and largest is not None and largest > most:
+        never = f"The job never gets max_num_proc={largest} ranks"
+        return count, Check("slots", Verdict.WARN, f"{growth}. {never}. Raise this limit, or lower max_num_proc.")
+    return count, Check("slots", Verdict.OK, f"{growth}; the job has {smallest} to {largest} ranks")
+
+
 def _examine_cluster(request: _Request, count: int) -> tuple[list[Examination], list[Check]]:
     """Return the examinations of the tasks, and the checks that follow from them."""
     if not count:
@@ -207,7 +267,8 @@ def _examine_cluster(request: _Request, count: int) -> tuple[list[Examination], 
         if probe is not None:
             probe.leave()
         tasks = _examine_tasks(request, count, probe)
-        checks = [*cluster_checks(tasks, versions()), *_store_checks(request.store, probe, tasks)]
+        together = not has_dynamic_allocation(request.spark)
+        checks = [*cluster_checks(tasks, versions(), together=together), *_store_checks(request.store, probe, tasks)]
         return tasks, [*checks, *_encryption_checks(request, tasks)]
     except StoreError as error:
         return [], [Check("store", Verdict.FAIL, f"The driver cannot use the Store: {error}")]
@@ -239,6 +300,8 @@ def _examine_tasks(request: _Request, count: int, probe: StoreProbe | None) -> l
         stack.enter_context(server)
         driver = tuple(dict.fromkeys([(bind_host, server.port), (own_host, server.port)]))
         examination = ExaminationRequest(secret, pickled, request.nics, request.encrypt, driver)
+        if has_dynamic_allocation(request.spark):
+            return _examinations(_run_ordinary_tasks(request, count, functools.partial(examine_host, examination)))
         task = functools.partial(examine_task, examination)
         stage = BarrierStage(request.spark, count, task, profile, _do_nothing, retry=False)
         stack.enter_context(closing(stage))
@@ -251,7 +314,33 @@ def _examine_tasks(request: _Request, count: int, probe: StoreProbe | None) -> l
             )
         if stage.error is not None:
             raise LaunchError(spark_failure(stage.error, stage.host_of, stage.task_hosts())) from stage.error
-        return [Examination.from_json(bytes(row.content)) for row in sorted(stage.rows, key=lambda row: int(row.rank))]
+        return _examinations(stage.rows)
+
+
+def _examinations(rows: Sequence[Row]) -> list[Examination]:
+    return [Examination.from_json(bytes(row.content)) for row in sorted(rows, key=lambda row: int(row.rank))]
+
+
+def _run_ordinary_tasks(request: _Request, count: int, task: TaskFunction) -> Sequence[Row]:
+    """Run tasks that need not run at the same time, and return their rows.
+
+    Raises:
+        LaunchError: the tasks did not end in time, or Spark could not run them.
+    """
+    from pyspark.errors import PySparkException  # noqa: PLC0415 - Spark is optional
+
+    def collect() -> Sequence[Row]:
+        return request.spark.range(count, numPartitions=count).mapInArrow(entry_of(task), RESULT_SCHEMA).collect()
+
+    try:
+        return run_job(request.spark, collect, request.timeout)
+    except TimeoutError as error:
+        raise LaunchError(
+            f"{counted(count, 'task')} did not end within {request.timeout:g} s: no executor has started, or other "
+            "jobs keep the slots busy. Raise timeout, and check that the cluster has room for an executor."
+        ) from error
+    except PySparkException as error:
+        raise LaunchError(spark_failure(error)) from error
 
 
 def _do_nothing() -> None:

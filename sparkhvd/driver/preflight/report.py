@@ -83,10 +83,16 @@ def task_table(tasks: Sequence[Examination], driver: Mapping[str, str]) -> list[
     ]
 
 
-def cluster_checks(tasks: Sequence[Examination], driver: Mapping[str, str]) -> list[Check]:
-    """Return the checks that follow from the examinations of the tasks."""
+def cluster_checks(tasks: Sequence[Examination], driver: Mapping[str, str], *, together: bool = True) -> list[Check]:
+    """Return the checks that follow from the examinations of the tasks.
+
+    Args:
+        tasks: the examinations.
+        driver: versions on the driver.
+        together: whether the tasks ran at the same time and have tried to reach each other.
+    """
     return [
-        _network(tasks),
+        _network(tasks, together),
         _elastic(tasks),
         _devices(tasks),
         _versions(tasks, driver),
@@ -95,9 +101,12 @@ def cluster_checks(tasks: Sequence[Examination], driver: Mapping[str, str]) -> l
     ]
 
 
-def _network(tasks: Sequence[Examination]) -> Check:
+def _network(tasks: Sequence[Examination], together: bool) -> Check:
     hosts = len({task.host_hash for task in tasks})
     unreachable = [sentence for task in tasks for sentence in task.unreachable]
+    if not unreachable and not together and hosts > 1:
+        message = "the hosts have not tried to reach each other, which takes a barrier stage"
+        return Check("network", Verdict.SKIPPED, message)
     if not unreachable:
         message = "all ranks are on one host" if hosts == 1 else f"all {hosts} hosts reach each other"
         return Check("network", Verdict.OK, message)

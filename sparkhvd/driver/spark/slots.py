@@ -59,7 +59,7 @@ def _check_session(spark: SparkSession) -> None:
     Raises:
         LaunchError: Spark runs no barrier stages with these settings, or its tasks run in a Python without sparkhvd.
     """
-    _check_dynamic_allocation(spark)
+    check_no_dynamic_allocation(spark)
     check_executor_python(spark)
 
 
@@ -69,7 +69,7 @@ def has_dynamic_allocation(spark: SparkSession) -> bool:
     return enabled and not is_local(str(spark.conf.get("spark.master", "")))
 
 
-def _check_dynamic_allocation(spark: SparkSession) -> None:
+def check_no_dynamic_allocation(spark: SparkSession) -> None:
     """Reject dynamic allocation: Spark rejects barrier stages under it, with an unhelpful message (SPARK-24942)."""
     if has_dynamic_allocation(spark):
         raise LaunchError(
@@ -167,11 +167,45 @@ def fixed_slots(cluster: Cluster) -> int | None:
     if is_local(cluster.master):
         return cluster.count()
     if match := _LOCAL_CLUSTER.fullmatch(cluster.master):
-        per_executor = int(match[2]) // cluster.task_cpus
-        if cluster.task_gpus:
-            per_executor = min(per_executor, math.floor(cluster.executor_gpus / cluster.task_gpus))
-        return int(match[1]) * per_executor
+        return int(match[1]) * _slots_per_executor(cluster, int(match[2]))
     return None
+
+
+def _slots_per_executor(cluster: Cluster, cores: int) -> int:
+    slots = cores // cluster.task_cpus
+    return min(slots, math.floor(cluster.executor_gpus / cluster.task_gpus)) if cluster.task_gpus else slots
+
+
+def largest_growth(cluster: Cluster, settings: Callable[[str], str | None]) -> tuple[int | None, str]:
+    """Return the number of slots to which dynamic allocation can grow, and the setting that limits it.
+
+    Args:
+        cluster: the cluster.
+        settings: returns a setting of Spark, or None.
+
+    Returns:
+        The number is None if no setting limits it, or if it depends on the sizes of the cluster's machines.
+    """
+    master = settings("spark.master") or cluster.master
+    local = _LOCAL_CLUSTER.fullmatch(master)
+    # The executors of a standalone cluster have all cores of their machine by default.
+    default_cores = local[2] if local else None if master.startswith("spark://") else "1"
+    cores = settings("spark.executor.cores") or default_cores
+    limits: list[tuple[int, str]] = []
+    if (most_cores := settings("spark.cores.max")) is not None and (local or master.startswith("spark://")):
+        most_slots = (
+            int(most_cores) // cluster.task_cpus
+            if cores is None
+            else int(most_cores) // int(cores) * _slots_per_executor(cluster, int(cores))
+        )
+        limits.append((most_slots, f"spark.cores.max={most_cores}"))
+    if cores is not None:
+        per_executor = _slots_per_executor(cluster, int(cores))
+        if (executors := settings("spark.dynamicAllocation.maxExecutors")) is not None:
+            limits.append((int(executors) * per_executor, f"spark.dynamicAllocation.maxExecutors={executors}"))
+        if local:
+            limits.append((int(local[1]) * (int(local[2]) // int(cores)) * per_executor, f"master {master}"))
+    return min(limits, default=(None, ""), key=lambda limit: limit[0] or 0)
 
 
 def _too_few_slots(cluster: Cluster, num_proc: int, slots: int, waited: float | None) -> str:

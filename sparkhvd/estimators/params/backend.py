@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, Self, TextIO, runtime_checkable
 
 from sparkhvd._util.addresses import LOOPBACK
@@ -144,6 +144,11 @@ class SparkBackend:
         return int(self._elastic.get("max_num_proc") or self.start_size)
 
     @property
+    def smallest(self) -> int:
+        """The smallest number of ranks of an elastic fit."""
+        return int(self._elastic.get("min_num_proc") or self.start_size)
+
+    @property
     def start_size(self) -> int:
         """The number of ranks that an elastic fit starts with if enough slots are available."""
         elastic = self._elastic
@@ -279,7 +284,8 @@ def requested_tasks(placement: Placement) -> RequestedTasks:
     if not isinstance(backend, SparkBackend):
         return RequestedTasks(int(backend.num_processes()), TaskResources())
     _, request = backend.launch()
-    return RequestedTasks(request.num_proc, request.resources, backend.nics, encrypts(placement))
+    tasks = RequestedTasks(request.num_proc, request.resources, backend.nics, encrypts(placement))
+    return replace(tasks, min_num_proc=backend.smallest, max_num_proc=backend.largest) if backend.is_elastic else tasks
 
 
 def shows_output(placement: Placement) -> bool:

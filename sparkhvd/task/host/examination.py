@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import pyarrow as pa
@@ -150,6 +150,22 @@ def examine_task(request: ExaminationRequest, batches: Iterator[pa.RecordBatch])
     encryption = encryption_problem(task.host) if request.encrypt else ""
     examination = _examination(task, unreachable, store_problem, answer_name, encryption, driver_problem)
     yield row(task.index, EXAMINATION, 0, examination.to_json())
+
+
+def examine_host(request: ExaminationRequest, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Examine the host of an ordinary task, which tries no other host, and yield one row of ``RESULT_SCHEMA``."""
+    from pyspark import TaskContext  # noqa: PLC0415 - the driver imports this module, too
+
+    for _ in batches:  # Spark requires its input to be read
+        continue
+    context, task = TaskContext.get(), current_task_info()
+    number = 0 if context is None else context.partitionId()
+    _, nics_problems = _addresses(request.nics, task)
+    store_problem, answer_name = _check_store(request.probe, f"{number}-{task.attempt}")
+    encryption = encryption_problem(task.host) if request.encrypt else ""
+    driver_problem = _driver_problem(request)
+    examination = _examination(task, nics_problems, store_problem, answer_name, encryption, driver_problem)
+    yield row(number, EXAMINATION, 0, replace(examination, task_index=number).to_json())
 
 
 def _addresses(nics: Sequence[str], task: TaskInfo) -> tuple[list[str], tuple[str, ...]]:

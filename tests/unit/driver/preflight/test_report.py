@@ -53,6 +53,15 @@ def test_a_difference_between_tasks_is_reported_with_a_remedy(changes, name, ver
     assert words in check.says
 
 
+def test_tasks_that_did_not_run_together_leave_the_network_between_hosts_unchecked():
+    other = replace(TASK, task_index=1, host="node-b", host_hash="b")
+    (apart, *_), (on_one_host, *_) = (
+        cluster_checks(tasks, VERSIONS, together=False) for tasks in ([TASK, other], [TASK, replace(TASK)])
+    )
+    assert (apart.name, apart.verdict) == ("network", Verdict.SKIPPED)
+    assert on_one_host.verdict is Verdict.OK
+
+
 def test_gpus_that_spark_does_not_assign_are_a_warning():
     free = replace(TASK, devices=())
     assert verdicts(free)["devices"] is Verdict.WARN

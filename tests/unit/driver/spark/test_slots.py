@@ -7,9 +7,11 @@ import pytest
 
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.spark import slots
-from sparkhvd.driver.spark.slots import Cluster, fixed_slots, reserve
+from sparkhvd.driver.spark.slots import Cluster, fixed_slots, largest_growth, reserve
 from sparkhvd.errors import LaunchError, SlotsError
 from tests.waiting import soon
+
+MOST = {"spark.dynamicAllocation.maxExecutors": "6"}
 
 
 def cluster(master: str, *counts: int, task_cpus: int = 1) -> Cluster:
@@ -86,3 +88,28 @@ def test_all_slots_are_used_once_their_number_is_stable(monkeypatch):
     monkeypatch.setattr(slots, "_STABLE_SECONDS", 0.5)
     assert reserve(cluster("spark://host:7077", 0, 2, 2, 4), None, soon()) == 4
     assert reserve(cluster("local[2]", 2), None, soon()) == 2
+
+
+@pytest.mark.parametrize(
+    ("master", "settings", "expected"),
+    [
+        ("yarn", {}, (None, "")),
+        ("yarn", {"spark.executor.cores": "4", **MOST}, (24, "spark.dynamicAllocation.maxExecutors=6")),
+        ("yarn", MOST, (6, "spark.dynamicAllocation.maxExecutors=6")),
+        ("k8s://https://host", {"spark.cores.max": "2", **MOST}, (6, "spark.dynamicAllocation.maxExecutors=6")),
+        ("spark://host:7077", MOST, (None, "")),  # the executors may have any number of cores
+        ("spark://host:7077", {"spark.cores.max": "7", **MOST}, (7, "spark.cores.max=7")),
+        ("spark://host:7077", {"spark.executor.cores": "2", "spark.cores.max": "7"}, (6, "spark.cores.max=7")),
+        ("local-cluster[3,4,1024]", MOST, (12, "master local-cluster[3,4,1024]")),
+        ("local-cluster[3,4,1024]", {"spark.executor.cores": "3", **MOST}, (9, "master local-cluster[3,4,1024]")),
+        ("local-cluster[9,1,1024]", MOST, (6, "spark.dynamicAllocation.maxExecutors=6")),
+    ],
+)
+def test_the_settings_limit_how_far_dynamic_allocation_grows(master, settings, expected):
+    assert largest_growth(cluster(master), settings.get) == expected
+
+
+def test_the_growth_of_dynamic_allocation_depends_on_the_cores_and_gpus_of_a_task():
+    assert largest_growth(cluster("yarn", task_cpus=2), {"spark.executor.cores": "5", **MOST}.get)[0] == 12
+    gpus = Cluster("yarn", 1, lambda: 0, task_gpus=0.5, executor_gpus=1)
+    assert largest_growth(gpus, {"spark.executor.cores": "5", **MOST}.get)[0] == 12

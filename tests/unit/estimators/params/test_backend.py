@@ -3,9 +3,10 @@ from __future__ import annotations
 import inspect
 
 import pytest
+import torch
 
 import sparkhvd
-from sparkhvd import SparkBackend
+from sparkhvd import SparkBackend, Store, TorchEstimator
 from sparkhvd.errors import ConfigError
 from sparkhvd.estimators.params.backend import ELASTIC_ARGUMENTS, run_ranks
 from sparkhvd.estimators.params.params import EstimatorParams
@@ -87,3 +88,17 @@ def test_a_backend_of_the_users_own_may_unpack_its_keyword_arguments():
         rows=None,
     )
     assert results == [(3, {"A": "1", "B": "3"})]
+
+
+def test_the_preflight_learns_the_limits_of_elastic_ranks(tmp_path):
+    def limits(backend: SparkBackend) -> tuple[int | None, int | None]:
+        model = torch.nn.Linear(1, 1)
+        training = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "loss": torch.nn.functional.mse_loss}
+        columns = {"feature_cols": ["x"], "label_cols": ["y"], "store": Store.create(str(tmp_path))}
+        tasks = TorchEstimator(model=model, backend=backend, **training, **columns).requested_tasks()
+        return tasks.min_num_proc, tasks.max_num_proc
+
+    assert limits(SparkBackend(2)) == (None, None)
+    assert limits(SparkBackend(2, min_num_proc=1)) == (1, 2)
+    assert limits(SparkBackend(2, max_num_proc=4)) == (2, 4)
+    assert limits(SparkBackend(min_num_proc=3)) == (3, 3)
