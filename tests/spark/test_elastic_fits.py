@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -18,6 +19,7 @@ from sparkhvd.comm import session
 from sparkhvd.errors import ConfigError, ParamError, RankFailedError
 from sparkhvd.estimators.torch import TorchCallback
 from sparkhvd.store import Store
+from tests.scripts import results_of, run_script
 
 pytestmark = pytest.mark.spark
 
@@ -545,3 +547,20 @@ def test_batches_that_a_joining_rank_could_leave_with_one_row_are_refused_for_ba
     )
     with pytest.raises(ParamError, match=r"elastic_batch='rank' with batch_size=2 .* \(1\) .* at least 3"):
         estimator.fit(spark.range(12).selectExpr("id", "0.0D y"))
+
+
+@pytest.mark.cluster
+@pytest.mark.soak  # such a job without an estimator, and fits in Spark tasks that are lost, are other tests
+@pytest.mark.parametrize(
+    ("framework", "ends"), [("torch", ["killed", "decommissioned"]), ("lightning", ["killed"]), ("keras", ["killed"])]
+)
+def test_a_fit_grows_and_shrinks_with_dynamic_allocation_and_counts_every_row_once_per_epoch(framework, ends, tmp_path):
+    script = Path(__file__).with_name("elastic_fit_script.py")
+    command = [sys.executable, script, tmp_path, framework, *ends]
+    results = results_of(run_script(command, tmp_path, 900, SPARKHVD_WARM_SECONDS="0"))
+    assert results["uses"] == [EPOCHS] * ROWS
+    sizes = [size for size, previous in zip(results["sizes"], [0, *results["sizes"]], strict=False) if size != previous]
+    assert results["pairs"] == 1 + len(ends), "the fit grows again after each loss"
+    # The steps of a generation whose rank is killed before its first commit do not count.
+    assert sizes in [[1, 2] * (1 + count) for count in range(ends.count("decommissioned"), 1 + len(ends))]
+    assert "ok    slots" in results["report"]
