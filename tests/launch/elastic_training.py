@@ -114,9 +114,16 @@ def train_on_hosts(folder: str, sizes: tuple[int, ...], faults: dict[int, str] |
     return loop(state)
 
 
+def kill_executor() -> None:
+    """Kill the JVM of this rank's Spark executor; the rank ends with it."""
+    next(one for one in psutil.Process().parents() if one.name() == "java").kill()
+    time.sleep(60)
+
+
 ENDS: dict[str, Callable[[], None]] = {
     "kill": kill,
     "kill with host": kill_with_host,
+    "kill executor": kill_executor,
     "raise": fail,
     "exit": leave,
     "exit 0": sys.exit,
@@ -274,6 +281,21 @@ def hang_at_the_start(folder: str, which: int):
     if number == which:
         time.sleep(600)
     return train(5, folder, {(3, 1, 2): "kill"}, (2, 1, 2))
+
+
+def lose_the_rank_after_failed_starts(folder: str):
+    """Train in the first worker until three later ones have failed, then kill it."""
+    number = next(number for number in range(99) if once(folder, f"start-{number}"))
+    if number > 0:
+        raise ValueError("a broken host")
+    session.init()
+
+    @run
+    def loop(state):
+        wait_for(lambda: Path(folder, "start-5").exists())
+        kill()
+
+    loop(ObjectState(step=0))
 
 
 def hang_once_in_training(folder: str):

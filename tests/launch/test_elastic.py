@@ -136,6 +136,14 @@ def test_the_loss_of_all_ranks_ends_the_job_at_once(tmp_path):
     assert "ValueError: no luck" in str(caught.value)
 
 
+def test_the_error_of_a_job_is_that_of_its_rank_and_not_of_workers_that_could_not_join_earlier(tmp_path):
+    options = FAST | {"num_proc": 1, "max_num_proc": 2, "cooldown_range": (0.1, 0.1)}
+    options["discovery"] = lambda: {"localhost": 2 if (tmp_path / "start-0").exists() else 1}
+    with pytest.raises(RankFailedError, match=r"All ranks that held the state [\s\S]*- .* a broken host") as caught:
+        sparkhvd.run_elastic(training.lose_the_rank_after_failed_starts, (str(tmp_path),), **options)
+    assert re.search(r"\n\nRank 0 on host \S+ was killed by signal 9", str(caught.value))
+
+
 def test_reset_limit_ends_the_job(tmp_path):
     with pytest.raises(RankFailedError, match=r"(?s)The job has reached reset_limit=0\..*was killed by signal 9"):
         sparkhvd.run_elastic(

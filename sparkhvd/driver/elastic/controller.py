@@ -67,7 +67,7 @@ class Controller:
         self._roster = Roster(cooldown, time.monotonic())
         self._locations: dict[int, WorkerLocation] = {}
         self._results: dict[int, bytes] = {}
-        self._failures: list[FailureReport] = []
+        self._failures: list[FailureReport] = []  # since the last generation formed, of its ranks or while it is broken
         self._next_worker = 0
         self._unusable: set[str] = set()
         self._published = ""  # the path of the newest published commit
@@ -209,8 +209,11 @@ class Controller:
             logger.warning("Worker %d sent an unknown report %r.", worker, report.kind)
 
     def _handle_failure(self, worker: int, failure: FailureReport) -> None:
-        if self._roster.member(worker) is not None:
-            self._failures.append(failure)
+        member = self._roster.member(worker)
+        if member is not None:
+            # A worker that could not join an intact generation has not ended it.
+            if self._roster.is_idle or member.generation == self._roster.generation:
+                self._failures.append(failure)
             logger.warning("%s.", failure.sentence().removesuffix("."))
             if not failure.secondary:
                 self._roster.raised(worker, failure.error, is_final=failure.is_final)

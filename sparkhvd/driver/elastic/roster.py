@@ -70,6 +70,11 @@ class Roster:
     def generation(self) -> int:
         return self._generation
 
+    @property
+    def is_idle(self) -> bool:
+        """Return whether no generation is intact."""
+        return self._idle
+
     def member(self, worker: int) -> Member | None:
         """Return a worker that is not lost."""
         return self._members.get(worker)
