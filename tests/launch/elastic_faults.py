@@ -1,7 +1,8 @@
 """The elastic rows of the fault matrix: a rank fails in some phase, and the job continues without a lost step.
 
 ``inject`` runs a row and checks its outcome; ``bench.soak`` runs all rows. The driver's faults and lost hosts are rows
-of ``test_elastic_hosts.py`` and ``test_elastic_sparkhvdrun.py``, and of ``faults.py`` and ``losses.py`` on Spark.
+of ``test_elastic_hosts.py`` and ``test_elastic_sparkhvdrun.py``, and of ``faults.py`` and ``losses.py`` on Spark. Lost
+executors are rows of ``test_elastic.py`` (dynamic allocation), ``test_run_clusters.py`` and ``test_yarn.py``.
 """
 
 from __future__ import annotations

@@ -47,8 +47,11 @@ def _rank_was(phase: str) -> str:
     return f"({ranked}|{_EARLY})" if phase == PHASES[0] else ranked
 
 
+_ENDED = "Spark has ended: the JVM of this driver no longer responds"
+
+
 def _no_jvm(phase: str) -> str:
-    return f"Spark has ended: the JVM of this driver no longer responds|{_task_lost(WHEN[phase])}"
+    return f"{_ENDED}|{_task_lost(WHEN[phase])}"
 
 
 # For a cluster that aborts a stage after ATTEMPTS attempts.
@@ -72,6 +75,9 @@ DRIVER_FAULTS = [
         for phase in PHASES
     ),
     Fault("driver killed", PHASES[2], "elastic", None, ""),
+    Fault("driver of a cluster killed", PHASES[2], "elastic", None, ""),
+    Fault("Spark killed", PHASES[2], "elastic", LaunchError, _ENDED),
+    Fault("Spark of a cluster killed", PHASES[2], "elastic", LaunchError, _ENDED),
 ]
 _MARK = "SPARKHVD_TEST_DRIVER"
 # Files of Spark and its JVM, which remove them unless they are killed.

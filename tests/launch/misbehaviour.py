@@ -96,6 +96,10 @@ def lose(how: str, folder: Path) -> None:
         own = psutil.Process()
         next(one for one in (own, *own.parents()) if "pyspark.worker" in one.cmdline()).suspend()
         return
+    if how == "Spark of a cluster killed":
+        driver = psutil.Process(int((folder / "driver").read_text()))
+        next(one for one in driver.children() if one.name() == "java").kill()
+        return
     # The executor's JVM; on a local master, that is all of Spark.
     next(one for one in psutil.Process().parents() if one.name() == "java").kill()
 

@@ -5,8 +5,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pyspark
 import pytest
 
+from tests.launch.elastic_cluster_script import check_of_a_lost_executor
 from tests.scripts import results_of, run_script
 from tests.yarn_server import running_yarn
 
@@ -54,3 +56,22 @@ def test_with_separate_gpu_indices_per_yarn_container_the_local_rank_is_the_devi
 def test_an_estimator_trains_and_predicts_on_yarn_with_a_store_on_hdfs(results):
     assert len(results["errors"]) == 64
     assert max(results["errors"]) < 0.5, "the line y = 3x + 1 spans 3 and is nearly learned"
+
+
+def test_an_elastic_job_survives_the_loss_of_a_container(tmp_path):
+    jars = f"spark.yarn.jars=local:{Path(pyspark.__file__).parent}/jars/*"
+    settings = ["spark.executor.instances=2", "spark.executor.memoryOverhead=2g", "spark.yarn.am.memory=512m", jars]
+    staging = f"spark.yarn.stagingDir={tmp_path / 'staging'}"
+    command = [
+        sys.executable,
+        "-m",
+        "tests.launch.elastic_cluster_script",
+        "yarn",
+        tmp_path / "job",
+        *settings,
+        staging,
+    ]
+    with running_yarn(tmp_path) as conf:
+        done = run_script(command, tmp_path, 400, HADOOP_CONF_DIR=str(conf), SPARKHVD_WARM_SECONDS="0")
+    check_of_a_lost_executor(results_of(done))
+    shutil.rmtree(tmp_path)

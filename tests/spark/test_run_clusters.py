@@ -12,6 +12,7 @@ from pathlib import Path
 import pyspark
 import pytest
 
+from tests.launch.elastic_cluster_script import check_of_a_lost_executor
 from tests.scripts import results_of, run_script
 
 pytestmark = [pytest.mark.spark, pytest.mark.cluster]
@@ -219,3 +220,9 @@ def test_a_function_typed_into_the_pyspark_shell_runs_on_all_slots_and_gpus_of_a
             message,
         )
     assert done.stdout.count("[0]<stdout>:The ranks have different GPUs: GPU (NVIDIA H100) on host 127.0.0.1; ") == 1
+
+
+@pytest.mark.soak
+def test_an_elastic_job_on_a_standalone_cluster_survives_the_loss_of_an_executor(standalone, tmp_path):
+    command = [sys.executable, "-m", "tests.launch.elastic_cluster_script", standalone.master, tmp_path / "job"]
+    check_of_a_lost_executor(results_of(run_script(command, tmp_path, 400, SPARKHVD_WARM_SECONDS="0")))

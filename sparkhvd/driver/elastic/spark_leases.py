@@ -71,7 +71,9 @@ class SparkLeases:
         """Return the message for an error of a Spark job, and whether the elastic job cannot continue."""
         if is_cancelled(error):  # by the user, who wants the elastic job to end
             return spark_failure(error), True
-        return f"A task of the elastic job failed. {spark_failure(error)}", has_ended(error)
+        if has_ended(error):
+            return spark_failure(error), True
+        return f"A task of the elastic job failed. {spark_failure(error)}", False
 
     def others_run(self, submitted: int, connected: int) -> bool:  # noqa: ARG002 - Spark counts waiting jobs
         """Return whether other Spark jobs of this application may wait for cores; always True with Spark Connect."""
