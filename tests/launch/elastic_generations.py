@@ -6,6 +6,7 @@ python -m tests.launch.elastic_generations FOLDER GENERATIONS {reset|kill} {loca
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import sys
@@ -115,6 +116,7 @@ def outlast(folder: str, generations: tuple[int, ...], how: str, framework: str)
 
 
 def _sample(folder: Path, number: int) -> Sample:
+    gc.collect()  # an interrupted ``model.fit`` keeps its threads until then
     (folder / f"sample-{number}").touch()
     answer = folder / f"driver-{number}"
     wait_for(lambda: answer.exists() and bool(answer.read_text()))
