@@ -173,6 +173,9 @@ class _NoBlocks:
     where = "no rows"
     fresh = False
 
+    def location(self, block: int) -> str:  # noqa: ARG002 - there are no blocks
+        return self.where
+
     def batches(self, piece: Piece) -> pa.RecordBatch:
         raise DataError(f"This rank has no rows of the split, but its plan covers {counted(piece.rows, 'row')}.")
 

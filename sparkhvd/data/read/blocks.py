@@ -29,7 +29,10 @@ class Blocks(Protocol):
 
     @property
     def where(self) -> str:
-        """Return the name of the blocks for error messages."""
+        """Return the name of all blocks for error messages."""
+
+    def location(self, block: int) -> str:
+        """Return the name of one block for error messages."""
 
     @property
     def fresh(self) -> bool:
@@ -92,11 +95,18 @@ class ParquetBlocks:
         self._versions = {} if versions is None else versions
         self.where = f"{store.url}/{folder}"
 
+    def _path(self, file: DataFile) -> str:
+        return f"{self._folder}/{file.path}".lstrip("/")
+
+    def location(self, block: int) -> str:
+        file, index = self._blocks[block]
+        return f"row group {index} of {self._store.url}/{self._path(file)}"
+
     def batches(self, piece: Piece) -> Iterator[pa.RecordBatch]:
         import pyarrow as pa  # noqa: PLC0415  (heavy)
 
         file, index = self._blocks[piece.block]
-        path = f"{self._folder}/{file.path}".lstrip("/")
+        path = self._path(file)
         url = f"{self._store.url}/{path}"
         names = columns.stored_names(self._schema)
         end = 0
@@ -126,7 +136,8 @@ class ParquetBlocks:
         except (OSError, pa.ArrowException) as error:
             raise StoreError(f"Cannot read {url}: {str(error).rstrip('.')}.") from error
         raise DataError(
-            f"{url} ends after {counted(end, 'row')} of a row group that should have more. Prepare the data again."
+            f"{url} ends after {counted(end, 'row')} of a row group that should have more: the file is damaged. Write "
+            "it again."
         )
 
     def _opened(self, content: pa.NativeFile, file: DataFile, url: str, modified: int | None) -> pa.parquet.ParquetFile:
@@ -178,6 +189,9 @@ class ArrowBlocks:
             self._reader = pa.ipc.open_file(pa.memory_map(path))
         except (OSError, pa.ArrowException) as error:
             raise StoreError(f"Cannot read {where}: {str(error).rstrip('.')}.") from error
+
+    def location(self, block: int) -> str:  # noqa: ARG002 - a user knows no record batches
+        return self.where
 
     @property
     def count(self) -> int:

@@ -43,6 +43,9 @@ class CachedBlocks:
     def where(self) -> str:
         return self._blocks.where
 
+    def location(self, block: int) -> str:
+        return self._blocks.location(block)
+
     def batches(self, piece: Piece) -> Iterator[pa.RecordBatch]:
         whole = next(one for one in self._pieces[piece.block] if one.start <= piece.start and piece.stop <= one.stop)
         if whole not in self._kept:

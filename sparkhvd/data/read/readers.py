@@ -290,8 +290,9 @@ def _chunk_rows(schema: DataSchema) -> int:
 
 
 def _decoded(blocks: Blocks, schema: DataSchema, piece: Piece) -> Iterator[tuple[Arrays, int]]:
+    where = blocks.location(piece.block)
     for batch in blocks.batches(piece):
-        arrays = {column.name: columns.decode(batch, column, blocks.where) for column in schema.columns}
+        arrays = {column.name: columns.decode(batch, column, where) for column in schema.columns}
         if blocks.fresh:
             arrays = {name: _owned(array) for name, array in arrays.items()}
         yield arrays, sum(array.nbytes for array in arrays.values())

@@ -197,6 +197,20 @@ def to_numpy(array: pa.Array, column: ColumnSpec, where: str) -> Array:
     return _nested(array, shape, column, where)
 
 
+def _check_lengths(actual: npt.NDArray[np.int64], expected: int, what: str, column: ColumnSpec, where: str) -> None:
+    if (actual != expected).any():
+        raise DataError(
+            f"{_column_text(column, where)} has {what} of length {length_range(actual)}, expected {expected}. All "
+            f"{what} of a column must have the same length: pad or cut them, or leave the column out."
+        )
+
+
+def length_range(actual: npt.NDArray[np.int64]) -> str:
+    """Return the shortest and the longest of some lengths for a message, or the only length."""
+    low, high = actual.min(), actual.max()
+    return str(low) if low == high else f"{low} to {high}"
+
+
 def lengths(array: pa.Array) -> npt.NDArray[np.int64] | None:
     """Return the lengths of arrays or vectors, 0 for NULL; None for anything else."""
     import pyarrow as pa  # noqa: PLC0415
@@ -235,8 +249,8 @@ def _is_list(arrow: pa.DataType) -> bool:
 def _refuse_null(array: pa.Array, column: ColumnSpec, where: str) -> None:
     if array.null_count and column.fill is None:
         raise DataError(
-            f"{_column_text(column, where)} contains NULL. Set fill for this column, or prepare the data again without "
-            "these rows."
+            f"{_column_text(column, where)} contains NULL. Set fill for this column, or write the rows again without "
+            "those with NULL."
         )
 
 
@@ -258,11 +272,7 @@ def _nested(array: pa.Array, shape: tuple[int, ...], column: ColumnSpec, where: 
     sizes = lengths(array)
     assert sizes is not None  # noqa: S101  (the type is a list)
     sizes = sizes if valid is None else sizes[valid]
-    if (sizes != shape[0]).any():
-        raise DataError(
-            f"{_column_text(column, where)} has arrays of length {sizes.min()} to {sizes.max()}, but the manifest "
-            f"says {shape[0]}. Prepare the data again."
-        )
+    _check_lengths(sizes, shape[0], "arrays" if shape == column.shape else "inner arrays", column, where)
     inner = _nested(array.flatten(), shape[1:], column, where).reshape(len(sizes), *shape)
     if valid is None:
         return inner
@@ -401,11 +411,7 @@ def _vectors(array: pa.StructArray, column: ColumnSpec, where: str) -> Array:
     sizes = lengths(array)
     assert sizes is not None  # noqa: S101  (the type is a struct)
     null = _is_null(array)
-    if (sizes[~null] != size).any():
-        raise DataError(
-            f"{_column_text(column, where)} has vectors of length {sizes[~null].min()} to {sizes[~null].max()}, "
-            f"but the manifest says {size}. Prepare the data again."
-        )
+    _check_lengths(sizes[~null], size, "vectors", column, where)
     kinds, _, indices, values = array.flatten()
     stored_values = np.asarray(to_values(values.flatten()), np.float64)
     is_dense = (_filled(kinds, _DENSE) == _DENSE) & ~null

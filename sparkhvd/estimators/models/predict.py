@@ -147,10 +147,9 @@ def _decode(array: pa.Array | npt.NDArray[np.generic], column: ColumnSpec) -> np
     lengths = columns_of.lengths(array.drop_null() if array.null_count else array)
     length = column.shape[0] if column.shape else 0
     if lengths is not None and len(lengths) and not lengths.min() == lengths.max() == length:
-        actual = str(lengths.min()) if lengths.min() == lengths.max() else f"{lengths.min()} to {lengths.max()}"
         raise DataError(
-            f"Feature column {column.name!r} has rows of length {actual}; the model was trained with rows of length "
-            f"{length}. Pad or cut them."
+            f"Feature column {column.name!r} has rows of length {columns_of.length_range(lengths)}; the model was "
+            f"trained with rows of length {length}. Pad or cut them."
         )
     return columns_of.to_numpy(array, column, "the DataFrame").copy()
 

@@ -577,10 +577,23 @@ def test_arrays_of_different_lengths_are_refused_from_the_footers(tmp_path):
         SchemaError, match=r"has arrays of different lengths in .*: 5 values in 2 rows, where the first"
     ):
         opened(path, ["x"])
-    # The footers have only sums of lengths, so these arrays are refused when they are read.
-    files = opened(write(tmp_path / "p", x=[[1.0, 2.0], [1.0], [1.0, 2.0, 3.0]], y=[0, 1, 2]), ["x"])
-    with pytest.raises(DataError, match="arrays of length 1 to 3"):
-        rows_of(files)
+
+
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        ([[1.0, 2.0], [1.0], [1.0, 2.0, 3.0]], "arrays of length 1 to 3, expected 2. All arrays of"),
+        ([[[1, 2], [3, 4]], [[1], [2, 3, 4]]], "inner arrays of length 1 to 3, expected 2. All inner arrays of"),
+    ],
+)
+def test_arrays_whose_lengths_have_the_expected_sum_are_refused_when_they_are_read(tmp_path, x, message):
+    path = write(tmp_path / "p", x=x, y=list(range(len(x))))
+    with pytest.raises(DataError) as raised:
+        rows_of(opened(path, ["x"]))
+    assert str(raised.value) == (
+        f"Column 'x' in row group 0 of file://{path} has {message} a column must have the same length: pad or cut "
+        "them, or leave the column out."
+    )
 
 
 def test_null_is_refused_or_filled(tmp_path):

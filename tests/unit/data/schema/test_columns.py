@@ -202,8 +202,8 @@ def test_sparse_vectors_arrive_as_entries_and_can_be_indexed_like_rows():
 @pytest.mark.parametrize(
     ("vectors", "more", "message"),
     [
-        ([dense(1.0)], {}, "has vectors of length 1 to 1, but the manifest says 3"),
-        ([sparse(4, _0=1.0)], {}, "has vectors of length 4 to 4"),
+        ([dense(1.0)], {}, "has vectors of length 1, expected 3. All vectors of a column must"),
+        ([sparse(4, _0=1.0)], {}, "has vectors of length 4, expected 3"),
         ([None], {}, "'c' in here contains NULL"),
         ([sparse(3, _3=1.0)], {}, "has vector indices outside 0 to 2; the data are damaged"),
         (
