@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -117,7 +118,10 @@ def check_roles(schema: DataSchema) -> None:
 
 def no_such_column(name: str, use: str, names: Sequence[str], introduction: str) -> SchemaError:
     """Return the error for a missing column, which lists the existing ones after ``introduction``."""
+    plain = _unquoted(name)
     hint = f" {did_you_mean(name, names, most=3)}".rstrip()
+    if plain != name:
+        hint = f" Write {plain!r}, without backticks, even if a name contains a dot."
     return SchemaError(f"There is no column {name!r} (requested as {use}).{hint} {introduction} {_listed(names)}.")
 
 
@@ -232,6 +236,11 @@ def _sparse_form(vector: Column) -> Column:
 def quoted(name: str) -> str:
     """Quote a column name for Spark, so that a dot in it does not mean a field."""
     return "`" + name.replace("`", "``") + "`"
+
+
+def _unquoted(name: str) -> str:
+    """Return a column or ``struct.field`` without the backticks that Spark allows around each of its names."""
+    return re.sub("`((?:[^`]|``)+)`", lambda quotes: quotes[1].replace("``", "`"), name)
 
 
 def source(name: str) -> Column:

@@ -326,6 +326,8 @@ def test_a_truncated_file_is_named_before_any_row_is_read(folder):
 def test_missing_and_unusable_columns_are_named(folder):
     with pytest.raises(SchemaError, match=r"There is no column 'idd' .* Did you mean 'id'\? The files have 'id', 'x'"):
         opened(folder, ["idd"])
+    with pytest.raises(SchemaError, match=r"There is no column '`id`' .* Write 'id', without backticks"):
+        opened(folder, ["`id`"])
     with pytest.raises(SchemaError, match="Column 'text' has the type string, which cannot be a feature of a model"):
         opened(folder, ["text"])
     parquet.write_table(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import time
 
 import pytest
@@ -80,6 +81,23 @@ def test_a_missing_column_is_named_with_the_existing_columns():
     refused(r"There is no column 'yy' \(requested as label\)\. Did you mean 'y'\?", label_cols=["yy"])
     refused(r"There is no column 'hold' \(requested as validation\)\. Did you mean 'held'\?", validation="hold")
     refused(r"There is no column 'ww' \(requested as weight\)", weight_col="ww")
+
+
+@pytest.mark.parametrize(
+    ("quoted", "plain"), [("`x`", "x"), ("`a.b`", "a.b"), ("`s`.`x`", "s.x"), ("s.`x.y`", "s.x.y"), ("`a``b`", "a`b")]
+)
+@pytest.mark.parametrize(
+    ("use", "selected"),
+    [
+        ("feature", lambda name: {"feature_cols": [name]}),
+        ("label", lambda name: {"label_cols": [name]}),
+        ("weight", lambda name: {"weight_col": name}),
+        ("validation", lambda name: {"validation": name}),
+    ],
+)
+def test_names_in_backticks_are_refused_with_the_plain_name(quoted, plain, use, selected):
+    message = f"There is no column {quoted!r} (requested as {use}). Write {plain!r}, without backticks"
+    refused(re.escape(message), **selected(quoted))
 
 
 def test_a_wide_dataframe_is_listed_in_part():
