@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -13,17 +13,18 @@ import numpy.typing as npt
 
 from sparkhvd.comm import session
 from sparkhvd.comm.collectives.buffers import ReduceOp
+from sparkhvd.comm.objects import allgather_object
 from sparkhvd.estimators.keras.checkpoint.arrays import arrays_from_bytes, arrays_to_bytes, value_of
 from sparkhvd.estimators.keras.checkpoint.module_buffers import Arrays
 from sparkhvd.estimators.keras.checkpoint.randomness import RandomStates
 from sparkhvd.estimators.keras.dataset import BatchDataset
 from sparkhvd.estimators.keras.graph_flags import GraphFlags
-from sparkhvd.estimators.keras.losses.divisors import CurrentBatch
-from sparkhvd.estimators.keras.losses.metrics import Logs, MetricSums, as_number, summed_results
+from sparkhvd.estimators.keras.losses.metrics import Logs, MetricSums, as_number, is_number, summed_results
 from sparkhvd.estimators.keras.statistics import LayerStatistics, variables_independent_of_rows, without_sums
 from sparkhvd.estimators.plugin import Trainer, TrainHooks
 from sparkhvd.estimators.reports import EpochReport, StepReport, StepTimes
 
+_VALIDATION = "val_"  # begins the names of validation metrics in logs
 _STATISTICS = "statistics."  # begins the names of a rank's own statistics in its state
 
 
@@ -34,6 +35,16 @@ class EpochMetrics:
     train: dict[str, tuple[float, int]] = field(default_factory=dict)
     validation: dict[str, tuple[float, int]] = field(default_factory=dict)
     times: StepTimes = field(default_factory=StepTimes)
+
+    def names(self) -> set[str]:
+        """Return the names of the metrics in the logs."""
+        return {*self.train, *(f"{_VALIDATION}{name}" for name in self.validation)}
+
+    def add(self, metrics: Mapping[str, tuple[float, int]]) -> None:
+        """Add metrics by their names in the logs."""
+        for name, pair in metrics.items():
+            split = self.validation if name.startswith(_VALIDATION) else self.train
+            split[name.removeprefix(_VALIDATION)] = pair
 
 
 @dataclass(frozen=True)
@@ -177,7 +188,7 @@ class EpochBeginCallback(keras.callbacks.Callback):  # type: ignore[misc]  # ker
             self._restore_variables(batch, self.validation)
             if batch == len(self.validation) - 1:
                 self.sums.sum_over_ranks(f"epoch {self.data.epoch} validation metrics")
-                self._summed |= {f"val_{name}": value for name, value in summed_results(self.model).items()}
+                self._summed |= {f"{_VALIDATION}{name}": value for name, value in summed_results(self.model).items()}
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         """Replace the logs, which callbacks read, with the means over the rows of all ranks; collective.
@@ -188,13 +199,10 @@ class EpochBeginCallback(keras.callbacks.Callback):  # type: ignore[misc]  # ker
         logs.update({name: value for name, value in self._summed.items() if name in logs})
         rows = {"train": self.data.rows, "val": self.validation.rows if self.validation is not None else 0}
         names = sorted(logs)
-        counts = [rows["val" if name.startswith("val_") else "train"] for name in names]
+        counts = [rows["val" if name.startswith(_VALIDATION) else "train"] for name in names]
         sums = [as_number(logs[name]) * count if count else 0.0 for name, count in zip(names, counts, strict=True)]
-        pairs = dict(zip(names, zip(sums, counts, strict=True), strict=True))
-        self.metrics.train = {name: pair for name, pair in pairs.items() if not name.startswith("val_")}
-        self.metrics.validation = {
-            name.removeprefix("val_"): pair for name, pair in pairs.items() if name.startswith("val_")
-        }
+        self.metrics = EpochMetrics(times=self.metrics.times)
+        self.metrics.add(dict(zip(names, zip(sums, counts, strict=True), strict=True)))
         totals = session.current().allreduce(
             np.array([sums, counts], np.float64), ReduceOp.SUM, name=f"epoch {epoch} logs"
         )
@@ -244,9 +252,12 @@ class EpochEndCallback(keras.callbacks.Callback):  # type: ignore[misc]
         hooks: TrainHooks,
         trainer: Trainer,
         prepare_recovery: Callable[[], Callable[[], bytes | None]] | None,
+        *,
+        after_callbacks: bool,
     ) -> None:
         super().__init__()
         self._prepare_recovery = prepare_recovery
+        self._after_callbacks = after_callbacks  # whether the user has callbacks, equal on all ranks
         self._logs: dict[str, float] = {}  # the logs of this rank's last step with rows in the epoch
         self._wants_end = False
         self.ended = False
@@ -306,11 +317,24 @@ class EpochEndCallback(keras.callbacks.Callback):  # type: ignore[misc]
         passes = self.model.optimizer.gradient_accumulation_steps
         return not passes or int(value_of(self.model.optimizer._iterations)) % passes == 0  # noqa: SLF001
 
-    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:  # noqa: ARG002
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         metrics = self._begin.metrics
+        if self._after_callbacks:
+            metrics.add(self._values_of_callbacks(epoch, logs or {}))
         wants_end = self._wants_end or bool(self.model.stop_training)
         report = EpochReport(
             epoch, metrics.train, metrics.validation, metrics.times, len(self._data), lambda _record: wants_end
         )
         self.ended = not self._hooks.on_epoch_end(report, self._trainer)
         self.model.stop_training = self.ended
+
+    def _values_of_callbacks(self, epoch: int, logs: Mapping[str, object]) -> dict[str, tuple[float, int]]:
+        """Return the numbers that callbacks have added to the logs, such as the learning rate; collective.
+
+        The ranks count alike, and only those whose callbacks have added the number: a callback may act on one rank.
+        """
+        known = self._begin.metrics.names()
+        own = {name: as_number(value) for name, value in logs.items() if name not in known and is_number(value)}
+        ranks = allgather_object(session.current(), list(own), name=f"epoch {epoch} names of callbacks")
+        names = sorted({name for names in ranks for name in names})
+        return {name: (own.get(name, 0.0), int(name in own)) for name in names}

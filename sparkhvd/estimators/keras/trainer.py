@@ -225,7 +225,8 @@ class KerasTrainer:
         begin = EpochBeginCallback(data, validation, sync_layers, seeds, statistics, current, self._graph_flags, hooks)
         can_keep = self._spec.elastic and can_keep_state(self._model, statistics, self._package.callbacks)
         keep = partial(self._keep_state, seeds.variables, sum_function()) if can_keep else None
-        end = EpochEndCallback(begin, data, hooks, self, keep)
+        after_callbacks = bool(self._package.callbacks) or checkpoint_callback is not None
+        end = EpochEndCallback(begin, data, hooks, self, keep, after_callbacks=after_callbacks)
         saving = self._file_saving_callback(hooks)
         own = () if saving is None else saving.callbacks
         if checkpoint_callback is not None and checkpoint_callback.save_freq != "epoch":

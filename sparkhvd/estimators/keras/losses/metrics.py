@@ -102,6 +102,15 @@ def as_number(value: object) -> float:
     return float(np.asarray(keras.ops.convert_to_numpy(value)).item())
 
 
+def is_number(value: object) -> bool:
+    """Return whether ``as_number`` accepts a value."""
+    try:
+        as_number(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
 def create_metrics_before_training(model: keras.Model, batch: tuple[Any, ...]) -> None:
     """Create the variables of the metrics that Keras would create in the first step on TensorFlow.
 

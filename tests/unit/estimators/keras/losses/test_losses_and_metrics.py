@@ -15,6 +15,7 @@ from sparkhvd.estimators.keras.losses.divisors import CurrentBatch, divide_over_
 from sparkhvd.estimators.keras.losses.metrics import create_metrics_before_training
 from sparkhvd.estimators.keras.plugin import PLUGIN
 from sparkhvd.estimators.keras.serialization import artifact
+from sparkhvd.estimators.params.policies import metric_values
 from sparkhvd.estimators.training.logs.history import average_over_ranks
 from sparkhvd.tensorflow.tensors import own_failures
 from tests.unit.estimators.arrays import ArraySource, Hooks, partition_rows, schema, spec
@@ -366,6 +367,41 @@ def test_metrics_cover_all_rows_even_beside_other_values_of_a_user_defined_step(
     expected.update_state(np.minimum(data["y"], 1)[:, None], model(data["x"].astype(np.float32)))
     for reported in group.run(report_ranking, sizes):
         assert reported == pytest.approx([float(expected.result())] * 2, rel=1e-5)
+
+
+class AddToLogs(keras.callbacks.Callback):
+    """Adds values to the logs, one of them on rank 1 only."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        logs |= {"epochs": np.int64(epoch + 1), "val_rank": session.current().world.rank, "text": "no number"}
+        if session.current().world.rank == 1:
+            logs["own"] = 7.0
+
+
+def halved(epoch, rate):
+    return rate / 2
+
+
+def train_with_values_of_callbacks():
+    """Return the metrics of each epoch, with the prefix of validation metrics."""
+    world, hooks = session.current().world, Hooks()
+    callbacks = [AddToLogs(), keras.callbacks.LearningRateScheduler(halved)]
+    params = parameters(callbacks=callbacks, optimizer=keras.optimizers.SGD(0.5), metrics=None)
+    trainer = PLUGIN.trainer(PLUGIN.pack(params), spec(DATA, epochs=2), world)
+    trainer.fit(source(PARTIAL_END, world.rank), source(EMPTY_END, world.rank), hooks)
+    return [metric_values(average_over_ranks(report, session.current())) for report in hooks.reports]
+
+
+def test_the_history_has_the_values_that_callbacks_add_to_the_logs(group):
+    for first, second in group.run(train_with_values_of_callbacks):
+        assert {"loss", "val_loss"} < first.keys() == second.keys()
+        assert "text" not in first
+        added = [{name: epoch[name] for name in sorted(epoch) if "loss" not in name} for epoch in (first, second)]
+        common = {"own": 7.0, "val_rank": 0.5}
+        assert added == [
+            {"learning_rate": 0.25, "epochs": 1, **common},
+            {"learning_rate": 0.125, "epochs": 2, **common},
+        ]
 
 
 class CountsRows(keras.layers.Layer):
