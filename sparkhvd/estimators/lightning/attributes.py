@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from sparkhvd.estimators.lightning.substitute_metrics import is_shared
 from sparkhvd.lightning.reductions import metrics_of
 
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
-_METRIC_ATTRIBUTES = ("_update_count", "_computed")
+_COUNT_OF_METRIC, _VALUE_OF_METRIC = "_update_count", "_computed"
 # A MetricCollection decides at its first update which metrics have equal states and are updated as one from then on.
 _COLLECTION_ATTRIBUTES = ("_groups", "_groups_checked", "_state_is_copy")
-_ALWAYS_RESTORED = {*_METRIC_ATTRIBUTES, *_COLLECTION_ATTRIBUTES}
+_ALWAYS_RESTORED = {_COUNT_OF_METRIC, *_COLLECTION_ATTRIBUTES}
 
 Restorer = Callable[[], Any]
 
@@ -52,7 +53,9 @@ def _attribute_names(part: nn.Module) -> Collection[str]:
     if isinstance(part, MetricCollection):
         return [name for name in _COLLECTION_ATTRIBUTES if name in vars(part) and not part._groups_checked]  # noqa: SLF001
     if isinstance(part, Metric):
-        return [name for name in (*part._defaults, *_METRIC_ATTRIBUTES) if name in vars(part)]  # noqa: SLF001
+        # The ranks must agree whether a shared metric has a value already: otherwise, only some would synchronize it.
+        values = () if is_shared(part) else (_VALUE_OF_METRIC,)
+        return [name for name in (*part._defaults, _COUNT_OF_METRIC, *values) if name in vars(part)]  # noqa: SLF001
     return vars(part).keys() - _MODULE_ATTRIBUTES
 
 

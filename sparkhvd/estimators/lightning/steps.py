@@ -33,6 +33,7 @@ from sparkhvd.estimators.lightning.checkpoint.mid_epoch_resume import (
 from sparkhvd.estimators.lightning.checkpoint.weights import prepare_module, prune_as_saved
 from sparkhvd.estimators.lightning.hints import batch_hint
 from sparkhvd.estimators.lightning.step_values import StepValues, monitored_names, refuse_metric_of_single_rank
+from sparkhvd.estimators.lightning.substitute_metrics import metrics_ignore_batch
 from sparkhvd.estimators.torch.checkpoint.attributes import ChangedAttributes
 from sparkhvd.estimators.torch.checkpoint.frozen import freeze_only
 from sparkhvd.estimators.torch.checkpoint.safe_state import plain_numbers
@@ -405,7 +406,8 @@ def _count_rows(batch: object) -> int:
 def preserved_state(module: torch.nn.Module, stage: str) -> Iterator[None]:
     """Undo all changes of a step except gradients: in buffers, attributes, torchmetrics and random generators.
 
-    Statistics of synchronized layers still change, as on the other ranks, but this rank's rows do not count in them.
+    Statistics of synchronized layers still change, as on the other ranks, but this rank's rows count neither in them
+    nor in the values of torchmetrics that cover all ranks.
     """
     synchronized = synchronized_layers(module)
     for layer in synchronized:
@@ -417,6 +419,7 @@ def preserved_state(module: torch.nn.Module, stage: str) -> Iterator[None]:
             buffers_unchanged(module, synchronized),
             rows_keep_their_norms(module),
             attributes_unchanged(module, counters=stage == "validation"),
+            metrics_ignore_batch(module),
         ):
             yield
     finally:

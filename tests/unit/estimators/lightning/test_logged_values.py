@@ -8,6 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from torchmetrics.functional.classification import binary_auroc
 
 from sparkhvd.comm import session
 from sparkhvd.comm.collectives.buffers import ReduceOp
@@ -253,6 +254,58 @@ def test_a_decision_by_the_metric_of_a_single_rank_is_refused(group):
         assert first.startswith("A scheduler or callback monitors 'seen', a SumMetric that is logged per step.")
         assert second.startswith("A scheduler or callback monitors 'seen_step', a SumMetric that is logged per step.")
         assert others == [""] * 3
+
+
+def values_of_metrics_in_steps(sizes):
+    """Return the values that torchmetrics have in each step over all ranks, and their values for the epoch."""
+    from torchmetrics import CatMetric, MeanMetric, MetricCollection, SumMetric  # noqa: PLC0415
+    from torchmetrics.classification import BinaryAUROC  # noqa: PLC0415
+
+    read = []
+
+    class Reading(type(module())):
+        def __init__(self):
+            super().__init__()
+            self.total, self.all = SumMetric(dist_sync_on_step=True), CatMetric(dist_sync_on_step=True)
+            self.several = MetricCollection({"mean": MeanMetric(dist_sync_on_step=True)})
+            self.updated, self.forwarded, self.area = SumMetric(), SumMetric(), BinaryAUROC(thresholds=None)
+            self.computed_once = SumMetric()
+
+        def training_step(self, batch, index):
+            x, y = batch["x"][:, 0].float().sigmoid(), batch["y"].float()
+            in_step = [self.total(y), self.all(y).sum(), self.several(y)["mean"]]
+            self.updated.update(y)
+            self.updated.update(2 * y)
+            self.forwarded(y)
+            self.area.update(x, batch["y"] > 0)
+            so_far = [self.updated.compute(), self.forwarded.compute(), self.area.compute()]
+            read.append([round(float(value), 4) for value in (*in_step, *so_far)])
+            self.computed_once.update(y)
+            if index == 0:
+                self.computed_once.compute()
+            return super().training_step(batch, index)
+
+        def on_train_epoch_end(self):
+            assert self.computed_once.compute() == self.forwarded.compute()
+            values = (self.total, self.all, self.several["mean"], self.updated, self.forwarded, self.area)
+            read.append([round(float(metric.compute().sum()), 4) for metric in values])
+
+    trainer_of(Reading()).fit(source(sizes, session.current().world.rank), None, Hooks())
+    return read
+
+
+def test_metrics_that_are_synchronized_in_a_step_ignore_ranks_without_rows(group):
+    sizes = [(0, 5), *SOME_EMPTY]
+    data, ends = rows(sum(map(sum, sizes))), np.cumsum([0, *map(sum, sizes)])
+    x, y = torch.tensor(data["x"][:, 0], dtype=torch.float32).sigmoid(), torch.tensor(data["y"])
+    expected = []
+    for begin, end in pairwise(ends):
+        total, so_far = float(y[begin:end].sum()), float(y[:end].sum())
+        area = float(binary_auroc(x[:end], (y[:end] > 0).long()))
+        expected.append([total, total, total / (end - begin), 3 * so_far, so_far, area])
+    expected.append([so_far, so_far, so_far / ends[-1], 3 * so_far, so_far, area])
+    for read in group.run(values_of_metrics_in_steps, sizes):
+        np.testing.assert_allclose(read, expected, atol=1e-3)
 
 
 def names_in_each_epoch():
