@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from sparkhvd._util.closable import Closable
 from sparkhvd._util.counts import counted
 from sparkhvd.data.external import petastorm_schema
 from sparkhvd.data.external.folder_layout import partition_columns, shown_files, visible_files
@@ -55,28 +54,18 @@ _LOGS = (
 
 
 @dataclass(frozen=True)
-class ExistingFiles(Closable):
+class ExistingFiles(leases.Held):
     """The files of a dataset, which ``close`` or the end of ``with`` releases.
 
     Attributes:
         store: the Store that contains the files.
         manifest: the files and their columns.
-        hold: protects prepared rows from removal; None for files that no driver removes.
+        hold: see ``Held``.
     """
 
     store: Store
     manifest: Manifest
     hold: leases.Hold | None = None
-
-    def close(self) -> None:
-        """Release the hold."""
-        if self.hold is not None:
-            self.hold.close()
-
-    def __exit__(self, *error: Any) -> None:
-        """Release the hold; after an error, which the Store may have caused, wait for it only briefly."""
-        if self.hold is not None:
-            self.hold.__exit__(*error)
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from sparkhvd._util.closable import Closable
 from sparkhvd._util.counts import counted
 from sparkhvd._util.processes.file_lock import exclusive_on_machine
 from sparkhvd._util.short_tracebacks import brief_errors
@@ -47,7 +46,7 @@ KEEP_SECONDS = 24 * 3600.0
 _TURN_SECONDS = 24 * 3600.0
 
 
-class PreparedData(Closable):
+class PreparedData(leases.Held):
     """A dataset in a Store. It stays there until ``close`` or the end of ``with``, and ``keep_seconds`` longer if set.
 
     Attributes:
@@ -60,7 +59,7 @@ class PreparedData(Closable):
         self.store = store
         self.manifest = manifest
         self.reused = reused
-        self._hold: leases.Hold | None = leases.Hold(lease)
+        self.hold: leases.Hold | None = leases.Hold(lease)
 
     @property
     def dataset_id(self) -> str:
@@ -82,19 +81,9 @@ class PreparedData(Closable):
         """Return the number of rows that are held out."""
         return 0 if self.manifest.validation is None else self.manifest.validation.rows
 
-    def close(self) -> None:
-        """Release the dataset; a second call does nothing."""
-        if self._hold is not None:
-            self._hold.close()
-
-    def __exit__(self, *error: Any) -> None:
-        """Release the dataset; after an error, which the Store may have caused, wait for it only briefly."""
-        if self._hold is not None:
-            self._hold.__exit__(*error)
-
     def __getstate__(self) -> dict[str, object]:
         """Return the state without the hold, which stays with the process that prepared the dataset."""
-        return {**self.__dict__, "_hold": None}
+        return {**self.__dict__, "hold": None}
 
     def __repr__(self) -> str:
         held_out = f", {self.validation_rows} held out" if self.manifest.validation is not None else ""

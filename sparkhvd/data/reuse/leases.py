@@ -29,9 +29,10 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 from sparkhvd._util.background import in_threads
+from sparkhvd._util.closable import Closable
 from sparkhvd._util.processes.process_identity import ProcessOnMachine
 from sparkhvd.errors import SparkHvdError, StoreError
 from sparkhvd.store import layout
@@ -152,6 +153,26 @@ class Renewable(Protocol):
     def store(self) -> Store: ...
     def renew(self) -> None: ...
     def release(self) -> None: ...
+
+
+class Held(Closable):
+    """Files that ``close`` or the end of ``with`` releases.
+
+    Attributes:
+        hold: protects prepared rows from removal; None for files that no driver removes.
+    """
+
+    hold: Hold | None
+
+    def close(self) -> None:
+        """Release the files; a second call does nothing."""
+        if self.hold is not None:
+            self.hold.close()
+
+    def __exit__(self, *error: Any) -> None:
+        """Release the files; after an error, which the Store may have caused, wait for it only briefly."""
+        if self.hold is not None:
+            self.hold.__exit__(*error)
 
 
 class Hold:

@@ -6,13 +6,12 @@ from sparkhvd.data.loaders.user_loaders import DataModule, loads_rows
 from sparkhvd.data.read.readers import ReadOptions
 from sparkhvd.data.schema.data_schema import DataSchema
 from sparkhvd.driver.user_code.pickling import dumps
-from sparkhvd.errors import ParamError, SparkHvdError
 from sparkhvd.estimators.api.validation import row_cache
 from sparkhvd.estimators.params.backend import is_elastic
 from sparkhvd.estimators.params.fit_plan import FitPlan
 from sparkhvd.estimators.plugin import TrainSpec
 from sparkhvd.estimators.runs.run_plan import RunPlan
-from sparkhvd.estimators.training.user_errors import with_full_stop
+from sparkhvd.estimators.training.user_errors import pickling
 
 
 def train_spec(run: RunPlan, schema: DataSchema) -> TrainSpec:
@@ -55,9 +54,5 @@ def pickled(value: object, name: str) -> bytes:
     """
     if value is None:
         return b""
-    try:
+    with pickling(name):
         return dumps(value)
-    except SparkHvdError:
-        raise
-    except Exception as error:
-        raise ParamError(f"{name} cannot be pickled to send it to the ranks: {with_full_stop(error)}") from error

@@ -19,7 +19,7 @@ from sparkhvd.data.loaders.user_loaders import loads_rows
 from sparkhvd.data.read.batches import Arrays
 from sparkhvd.data.schema import columns
 from sparkhvd.data.schema.data_schema import DataSchema
-from sparkhvd.errors import DataError, ModelOutputError, ParamError, SparkHvdError
+from sparkhvd.errors import DataError, ModelOutputError, ParamError
 from sparkhvd.estimators.batch_dependence import BatchDependence
 from sparkhvd.estimators.lightning.checkpoint import best_model
 from sparkhvd.estimators.lightning.package import LightningPackage
@@ -49,7 +49,7 @@ from sparkhvd.estimators.torch.serialization.package import dumps, refuse_separa
 from sparkhvd.estimators.torch.steps import outputs_of
 from sparkhvd.estimators.torch.synthetic_rows import fails_by_shape
 from sparkhvd.estimators.training.synthetic_rows import at_least_two_rows
-from sparkhvd.estimators.training.user_errors import describe_error, with_full_stop
+from sparkhvd.estimators.training.user_errors import describe_error, pickling
 from sparkhvd.lightning.flavour import FlavourName, default_flavour, flavour_of, import_lightning
 from sparkhvd.world import World
 
@@ -133,16 +133,9 @@ class LightningPlugin:
             compression=compressor(params.get("gradient_compression")),
             named_inputs=own.inputs,
         )
-        try:
+        advice = "Create objects that cannot be pickled (locks, open files, sessions) in a hook such as setup()."
+        with pickling("The model, callbacks, logger, trainer_args or data_module", advice=advice):
             return dumps(package)
-        except SparkHvdError:
-            raise
-        except Exception as error:
-            raise ParamError(
-                f"The model, callbacks, logger, trainer_args or data_module cannot be pickled to send them to the "
-                f"ranks: {with_full_stop(error)} Create objects that cannot be pickled (locks, open files, sessions) "
-                "in a hook such as setup()."
-            ) from error
 
     def monitors(self, params: Mapping[str, object]) -> Mapping[str, str]:
         """See ``FrameworkPlugin.monitors``."""

@@ -17,7 +17,7 @@ from sparkhvd.data.schema.packing import packed, plan_packing
 from sparkhvd.data.schema.selection import RESERVED_PREFIX
 from sparkhvd.data.schema.user_defined_types import as_rows
 from sparkhvd.driver.user_code.pickling import dumps
-from sparkhvd.errors import ParamError, SparkHvdError
+from sparkhvd.errors import ParamError
 from sparkhvd.estimators.models.feature_matching import match_features
 from sparkhvd.estimators.models.outputs import (
     AUTO,
@@ -36,6 +36,7 @@ from sparkhvd.estimators.params.params import ModelParams, shapes
 from sparkhvd.estimators.training.job_files import FileSource, InMemoryFiles
 from sparkhvd.estimators.training.logs.history import History, to_history
 from sparkhvd.estimators.training.sample_rows import require_spark_dataframe
+from sparkhvd.estimators.training.user_errors import pickling
 from sparkhvd.store import Store, store_at
 
 if TYPE_CHECKING:
@@ -274,12 +275,8 @@ def pickle_function(function: Callable[..., object] | None) -> bytes:
     """
     if function is None:
         return b""
-    try:
+    with pickling("prediction_fn", "the executors"):
         return dumps(function)
-    except SparkHvdError:
-        raise
-    except Exception as error:
-        raise ParamError(f"prediction_fn cannot be pickled to send it to the executors: {error}") from error
 
 
 def _unused_prefix(dataset: DataFrame) -> str:

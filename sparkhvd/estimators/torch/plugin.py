@@ -19,7 +19,7 @@ from sparkhvd._util.frameworks import estimator_hint
 from sparkhvd.data.read.batches import Arrays
 from sparkhvd.data.schema import columns
 from sparkhvd.data.schema.data_schema import DataSchema
-from sparkhvd.errors import DataError, ModelOutputError, ParamError, SparkHvdError
+from sparkhvd.errors import DataError, ModelOutputError, ParamError
 from sparkhvd.estimators.batch_dependence import BatchDependence
 from sparkhvd.estimators.params.policies import check_monitored, monitored_metrics
 from sparkhvd.estimators.plugin import ON_CPU, Inference, Predicted, TrainSpec, typed_params
@@ -39,7 +39,7 @@ from sparkhvd.estimators.torch.steps import MINIBATCH_ARGUMENTS, outputs_of
 from sparkhvd.estimators.torch.synthetic_rows import fails_by_shape
 from sparkhvd.estimators.torch.trainer import TorchTrainer
 from sparkhvd.estimators.training.synthetic_rows import at_least_two_rows
-from sparkhvd.estimators.training.user_errors import describe_error, is_tensor_error, with_full_stop
+from sparkhvd.estimators.training.user_errors import describe_error, is_tensor_error, pickling, with_full_stop
 from sparkhvd.torch.compression import Compression
 from sparkhvd.torch.sync_batch_norm import synchronized_layers
 from sparkhvd.world import World
@@ -96,16 +96,9 @@ class TorchPlugin:
         )
         if params.get("transformation_fn") is None:  # else the schema still has the columns before the transformation
             _inputs(params, own.schema)
-        try:
+        advice = "Create objects that cannot be pickled (locks, open files, sessions) inside the model's forward."
+        with pickling("The model, optimizer, loss or metrics", advice=advice):
             return dumps(package)
-        except SparkHvdError:
-            raise
-        except Exception as error:
-            raise ParamError(
-                f"The model, optimizer, loss or metrics cannot be pickled to send them to the ranks: "
-                f"{with_full_stop(error)} Create objects that cannot be pickled (locks, open files, sessions) "
-                "inside the model's forward."
-            ) from error
 
     def facts(self, params: Mapping[str, object]) -> ModelFacts:
         """See ``FrameworkPlugin.facts``."""
@@ -141,12 +134,8 @@ class TorchPlugin:
         if not isinstance(model, torch.nn.Module):
             raise ParamError(f"model is a {type(model).__name__}; it must be a torch.nn.Module.")
         inputs = _inputs(params, schema)
-        try:
+        with pickling("The model", "the executors"):
             artifact.save(folder, model, None, inputs)
-        except SparkHvdError:
-            raise
-        except Exception as error:
-            raise ParamError(f"The model cannot be pickled to send it to the executors: {error}") from error
 
     def predictor(self, folder: Path, inference: Inference = ON_CPU) -> TorchPredictor:
         """Return the model from a folder that ``TorchTrainer.export`` wrote, on the assigned GPU if there is one."""

@@ -6,10 +6,12 @@ import dis
 import linecache
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
 
 from sparkhvd._util.frameworks import frameworks
+from sparkhvd.errors import ParamError, SparkHvdError
 
 _TENSOR_ERRORS = (RuntimeError, ValueError, IndexError)
 _CODE_ERRORS = (NotImplementedError, RecursionError)  # subclasses of RuntimeError that are not about tensors
@@ -20,6 +22,24 @@ def with_full_stop(text: object) -> str:
     """Return ``text`` with a full stop, so that another sentence may follow."""
     sentence = str(text).strip()
     return sentence if sentence.endswith((".", "!", "?", ":")) else f"{sentence}."
+
+
+@contextmanager
+def pickling(what: str, receivers: str = "the ranks", advice: str = "") -> Iterator[None]:
+    """Raise a ``ParamError`` if the user's objects cannot be pickled in this block.
+
+    Args:
+        what: the objects, as the subject of the message.
+        receivers: the processes that the pickle is for.
+        advice: the last sentence of the message.
+    """
+    try:
+        yield
+    except SparkHvdError:
+        raise
+    except Exception as error:
+        reason = f"{what} cannot be pickled for {receivers}: {with_full_stop(error)}"
+        raise ParamError(f"{reason} {advice}".rstrip()) from error
 
 
 def is_tensor_error(error: BaseException) -> bool:

@@ -21,7 +21,7 @@ import sparkhvd.keras as hvd
 from sparkhvd.config import scratch_folder
 from sparkhvd.data.schema.data_schema import DataSchema
 from sparkhvd.driver.user_code.pickling import dumps
-from sparkhvd.errors import ParamError, SparkHvdError
+from sparkhvd.errors import ParamError
 from sparkhvd.estimators.keras.inputs import Ports, plan_inputs, plan_outputs
 from sparkhvd.estimators.keras.serialization.omissions import (
     Omissions,
@@ -34,7 +34,7 @@ from sparkhvd.estimators.keras.serialization.omissions import (
 )
 from sparkhvd.estimators.keras.settings import KerasSettings
 from sparkhvd.estimators.params.named_inputs import NamedInput
-from sparkhvd.estimators.training.user_errors import with_full_stop
+from sparkhvd.estimators.training.user_errors import pickling
 from sparkhvd.keras.optimizer import ExchangingOptimizer
 
 _CONFIGURABLE = (
@@ -113,15 +113,8 @@ class Package:
         Raises:
             ParamError: the package holds an object that cannot be pickled.
         """
-        try:
+        with pickling("The loss, metrics, callbacks or custom objects"):
             return dumps(self)
-        except SparkHvdError:
-            raise
-        except Exception as error:
-            raise ParamError(
-                f"The loss, metrics, callbacks or custom objects cannot be pickled to send them to the ranks: "
-                f"{with_full_stop(error)}"
-            ) from error
 
     def with_ports_for(self, model: keras.Model, schema: DataSchema) -> Package:
         """Return the package with inputs and outputs for the columns of ``schema``."""

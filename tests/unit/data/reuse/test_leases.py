@@ -558,7 +558,7 @@ class Delayed:
 
 def prepared(hold):
     data = object.__new__(PreparedData)
-    data._hold = hold
+    data.hold = hold
     return data
 
 

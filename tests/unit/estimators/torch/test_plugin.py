@@ -277,7 +277,7 @@ def test_tensors_that_share_memory_share_it_on_the_ranks():
 def test_a_model_that_cannot_be_pickled_is_refused():
     model = torch.nn.Linear(3, 2)
     model.lock = threading.Lock()
-    with pytest.raises(ParamError, match="cannot be pickled to send them to the ranks"):
+    with pytest.raises(ParamError, match="cannot be pickled for the ranks"):
         PLUGIN.check(params(model), columns((3,)), None)
 
 
