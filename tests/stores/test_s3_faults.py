@@ -16,7 +16,10 @@ import pytest
 from pyarrow import parquet
 
 from sparkhvd.data import torch_loader
-from sparkhvd.errors import StoreError
+from sparkhvd.data.external.parquet_files import open_data
+from sparkhvd.data.read.blocks import ParquetBlocks
+from sparkhvd.data.read.shards import Piece
+from sparkhvd.errors import DataError, StoreError
 from sparkhvd.estimators.reports import EpochRecord
 from sparkhvd.estimators.training import job_files
 from sparkhvd.estimators.training.logs import run_log
@@ -24,6 +27,7 @@ from sparkhvd.store import Store
 from sparkhvd.store.backends import filesystem
 from tests.s3_server import BUCKET, SECRET, options_for
 from tests.stores.faulty_s3 import faulty_s3
+from tests.waiting import wait_for
 
 
 @pytest.fixture
@@ -164,6 +168,28 @@ def test_parquet_is_read_correctly_over_a_faulty_connection(store, proxy, fault)
     with filesystem.open_input_file(path) as file:
         assert parquet.ParquetFile(file).read().equals(table)
     assert f"GET {fault}" in proxy.seen
+
+
+def write_rows(store, values):
+    with store.open("rows/x.parquet", "wb") as file:
+        rows = pa.table({"x": pa.array(values, pa.int64())})
+        parquet.write_table(rows, file, row_group_size=25, use_dictionary=False, compression="none")
+
+
+def test_two_lookups_per_row_group_detect_that_a_file_was_replaced(store, proxy):
+    """Opening the file is the first; it also tells when the file was modified. The second follows the last row."""
+    write_rows(store, range(100))
+    files = open_data("rows", ["x"], store=store).manifest
+    parquet_blocks = ParquetBlocks(store, files.folder, files.train, files.schema, chunk_rows=100)
+    proxy.seen.clear()
+    read = [batch for group in range(3) for batch in parquet_blocks.batches(Piece(group, 0, 25))]
+    assert pa.Table.from_batches(read).column("x").to_pylist() == [*range(75)]
+    assert proxy.seen.count("HEAD passed") == 2 * 3
+    second = int(time.time())
+    wait_for(lambda: int(time.time()) > second)  # S3 counts in seconds
+    write_rows(store, range(100, 200))
+    with pytest.raises(DataError, match=r"x\.parquet has another modification time than when the training began"):
+        next(parquet_blocks.batches(Piece(3, 0, 25)))
 
 
 def test_a_server_that_stays_unavailable_causes_a_clear_error(impatient_store, proxy):

@@ -112,11 +112,8 @@ class ParquetBlocks:
         end = 0
         try:
             filesystem, arrow_path = self._store.arrow(path)
-            modified = _modified(filesystem, arrow_path, file)
-            with (
-                filesystem.open_input_file(arrow_path) as content,
-                closing(self._opened(content, file, url, modified)) as opened,
-            ):
+            content, modified = _open(filesystem, arrow_path, file)
+            with content, closing(self._opened(content, file, url, modified)) as opened:
                 julian = calendars.julian_leaves(opened.metadata)
                 for batch in opened.iter_batches(
                     self._chunk_rows, row_groups=[index], columns=names, use_threads=False
@@ -225,6 +222,13 @@ def footer_digest(file: pa.NativeFile, size: int) -> bytes:
     if footer_bytes > len(tail):
         tail = file.read_at(min(size, footer_bytes), max(0, size - footer_bytes))
     return hashlib.sha256(tail[-footer_bytes:]).digest()
+
+
+def _open(filesystem: fs.FileSystem, path: str, file: DataFile) -> tuple[pa.NativeFile, int | None]:
+    """Open a file, and return when it was modified; see ``_modified``."""
+    from sparkhvd.store.access.arrow_files import open_with_time  # noqa: PLC0415  (imports pyarrow)
+
+    return (filesystem.open_input_file(path), None) if file.size is None else open_with_time(filesystem, path)
 
 
 def _modified(filesystem: fs.FileSystem, path: str, file: DataFile) -> int | None:

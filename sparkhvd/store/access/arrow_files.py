@@ -23,8 +23,11 @@ class _StoreHandler(fs.FSSpecHandler):  # type: ignore[misc]  # pyarrow is not t
         filesystem: AbstractFileSystem,
         open_reader: Callable[[str], RangeReader],
         look_up: Callable[[str], Mapping[str, Any] | None],
+        *,
+        opens_with_info: bool,
     ) -> None:
         super().__init__(filesystem)
+        self._opens_with_info = opens_with_info
         self._open_reader = open_reader
         self._look_up = look_up
 
@@ -33,9 +36,18 @@ class _StoreHandler(fs.FSSpecHandler):  # type: ignore[misc]  # pyarrow is not t
 
     def _file_info(self, path: str) -> fs.FileInfo:
         info = self._look_up(path)
-        if info is None:
-            return fs.FileInfo(path, fs.FileType.NotFound)
+        return fs.FileInfo(path, fs.FileType.NotFound) if info is None else self._as_file_info(path, info)
+
+    def _as_file_info(self, path: str, info: Mapping[str, Any]) -> fs.FileInfo:
         return self._create_file_info(path, {**info, "mtime": _modified(info)})
+
+    def open_with_time(self, path: str) -> tuple[pa.NativeFile, int | None]:
+        """See the function ``open_with_time``."""
+        before = None if self._opens_with_info else self._file_info(path)
+        reader = self._open_reader(path)
+        if reader.info is not None:
+            before = self._as_file_info(path, reader.info)
+        return pa.PythonFile(reader, mode="r"), None if before is None else before.mtime_ns
 
     def open_input_file(self, path: str) -> pa.NativeFile:
         return pa.PythonFile(self._open_reader(path), mode="r")
@@ -48,6 +60,8 @@ def arrow_filesystem(
     filesystem: AbstractFileSystem,
     open_reader: Callable[[str], RangeReader],
     look_up: Callable[[str], Mapping[str, Any] | None],
+    *,
+    opens_with_info: bool,
 ) -> fs.FileSystem:
     """Return an Arrow file system over an fsspec file system.
 
@@ -55,8 +69,20 @@ def arrow_filesystem(
         filesystem: handles all operations on names.
         open_reader: opens a location for reading.
         look_up: returns fsspec's facts about a location; None if nothing is there.
+        opens_with_info: whether the readers know these facts.
     """
-    return fs.PyFileSystem(_StoreHandler(filesystem, open_reader, look_up))
+    return fs.PyFileSystem(_StoreHandler(filesystem, open_reader, look_up, opens_with_info=opens_with_info))
+
+
+def open_with_time(filesystem: fs.FileSystem, path: str) -> tuple[pa.NativeFile, int | None]:
+    """Open a file to read, and return when it was modified before that, in nanoseconds; None if that is not known.
+
+    The file system of a Store asks for both in one request if it can.
+    """
+    if isinstance(filesystem, fs.PyFileSystem) and isinstance(filesystem.handler, _StoreHandler):
+        return filesystem.handler.open_with_time(path)
+    modified = filesystem.get_file_info(path).mtime_ns
+    return filesystem.open_input_file(path), modified
 
 
 def _modified(info: Mapping[str, Any]) -> datetime | float | None:

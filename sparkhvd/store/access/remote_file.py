@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import IO, Any, Protocol
@@ -24,6 +24,10 @@ class Ranges(Protocol):
     def size(self) -> int:
         """Return the size of the file in bytes."""
 
+    @property
+    def info(self) -> Mapping[str, Any] | None:
+        """Return fsspec's facts about the file at the time of opening it; None if opening did not require them."""
+
     def read(self, start: int, stop: int) -> bytes:
         """Return exactly the bytes from ``start`` to ``stop``, which must lie inside the file."""
 
@@ -39,6 +43,11 @@ class RangeReader(io.RawIOBase):
     def size(self) -> int:
         """Return the size of the file in bytes."""
         return self._ranges.size
+
+    @property
+    def info(self) -> Mapping[str, Any] | None:
+        """See ``Ranges.info``."""
+        return self._ranges.info
 
     def readable(self) -> bool:
         return True

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
-from typing import IO, TYPE_CHECKING, Any, BinaryIO, Literal, TypeVar, cast
+from typing import IO, TYPE_CHECKING, Any, BinaryIO, ClassVar, Literal, TypeVar, cast
 
 import fsspec
 from fsspec import AbstractFileSystem
@@ -85,6 +85,7 @@ class FilesystemStore(Store):
     _base: str = field(init=False, repr=False, compare=False)  # the part of a URL before the location
     _folders: StoreFolders = field(init=False, repr=False, compare=False)
     _connection: Connection = field(init=False, repr=False, compare=False, default_factory=Connection)
+    _opens_with_info: ClassVar[bool] = True  # whether _ranges() returns the facts about the file
 
     def __post_init__(self) -> None:
         names = ("prefix_path", "train_path", "val_path", "test_path", "runs_path")
@@ -182,7 +183,10 @@ class FilesystemStore(Store):
         from sparkhvd.store.access.arrow_files import arrow_filesystem  # noqa: PLC0415  (a Store is cheap to import)
 
         location = self._folders.of(path, self.url)
-        return arrow_filesystem(self._filesystem(), self._open_reader, self._look_up), location
+        files = arrow_filesystem(
+            self._filesystem(), self._open_reader, self._look_up, opens_with_info=self._opens_with_info
+        )
+        return files, location
 
     def at(self, url: str) -> FilesystemStore:
         return replace(self, prefix_path=url, train_path=None, val_path=None, test_path=None, runs_path=None)
@@ -249,9 +253,7 @@ class FilesystemStore(Store):
     def _ranges(self, location: str) -> Ranges:
         filesystem = self._filesystem()
         filesystem.invalidate_cache()
-        return _FilesystemRanges(
-            self, filesystem, location, int(filesystem.info(location, **self._limit(filesystem))["size"])
-        )
+        return _FilesystemRanges(self, filesystem, location, filesystem.info(location, **self._limit(filesystem)))
 
     def _create(self, filesystem: Any, location: str, content: bytes, name: str) -> None:  # noqa: ARG002
         """Write a new file as a whole; ``FileExistsError`` if one exists. ``name`` identifies this write."""
@@ -371,7 +373,11 @@ class _FilesystemRanges:
     store: FilesystemStore
     filesystem: Any
     location: str
-    size: int
+    info: Mapping[str, Any]
+
+    @property
+    def size(self) -> int:
+        return int(self.info["size"])
 
     def read(self, start: int, stop: int) -> bytes:
         limit = self.store._limit(self.filesystem, stop - start)  # noqa: SLF001
@@ -385,7 +391,7 @@ class _ReopeningRanges:
         self._store = store
         self._location = location
         self._ranges = ranges
-        self.size = ranges.size
+        self.size, self.info = ranges.size, ranges.info
 
     def read(self, start: int, stop: int) -> bytes:
         read = partial(self._read, start, stop)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, ClassVar
 
 from fsspec import AbstractFileSystem
 from hdfs_native import Client, FileReader, FileStatus, WriteOptions
@@ -75,6 +75,8 @@ class HDFSStore(FilesystemStore):
     Raises:
         StoreError: a path is not on HDFS, no path is set, or ``driver`` is set.
     """
+
+    _opens_with_info: ClassVar[bool] = False
 
     def __init__(  # noqa: PLR0917  (the order of the arguments is Horovod's)
         self,
@@ -198,6 +200,8 @@ class _Hdfs(HdfsFileSystem):
 
 
 class _HdfsRanges:
+    info = None
+
     def __init__(self, reader: FileReader) -> None:
         self._reader = reader
         self.size = len(reader)
