@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import subprocess
@@ -19,7 +20,8 @@ from sparkhvd.data.reuse import leases
 from sparkhvd.errors import StoreError
 from sparkhvd.estimators.training import job_files
 from sparkhvd.store import LocalStore, Store, layout
-from sparkhvd.store.access import remote_file
+from sparkhvd.store.access import disk, remote_file
+from sparkhvd.store.backends.read_only import ReadOnlyFolder
 
 
 @pytest.fixture
@@ -181,3 +183,67 @@ def test_on_databricks_all_paths_of_a_folder_give_the_same_store(form, tmp_path,
         shutil.rmtree(Path("/dbfs", name))
         if not had_mount:
             Path("/dbfs").rmdir()
+
+
+@pytest.fixture
+def silent_disk(tmp_path, monkeypatch):
+    """Mount a file system whose server never answers; provide its folder."""
+    monkeypatch.setattr(disk, "SILENCE_SECONDS", 0.2)
+    folder = tmp_path / "silent"
+    folder.mkdir()
+    libc = ctypes.CDLL(None, use_errno=True)
+    try:
+        server = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        pytest.skip(f"mounting a silent disk needs FUSE: {error}")
+    options = f"fd={server},rootmode=40000,user_id=0,group_id=0".encode()
+    if libc.mount(b"silent", str(folder).encode(), b"fuse", 0, options):
+        os.close(server)
+        pytest.skip(f"mounting a silent disk needs the right to mount: {os.strerror(ctypes.get_errno())}")
+    try:
+        yield folder
+    finally:
+        os.close(server)  # ends the waiting calls with an error
+        libc.umount2(str(folder).encode(), 2)  # MNT_DETACH
+
+
+def test_a_disk_that_does_not_answer_is_named(silent_disk, tmp_path):
+    store = LocalStore(str(tmp_path))
+    folder = silent_disk.name
+    read_only = ReadOnlyFolder(str(tmp_path))
+    for action, act in (
+        ("use the folder", lambda: LocalStore(str(silent_disk / "store"))),
+        ("look up", lambda: store.exists(f"{folder}/a")),
+        ("open", lambda: store.open(f"{folder}/a", "rb")),
+        ("open", lambda: store.open(f"{folder}/a", "wb")),
+        ("list", lambda: store.list(folder)),
+        ("publish", lambda: store.publish(f"{folder}/a", b"")),
+        ("delete", lambda: store.delete(f"{folder}/a")),
+        ("look up", lambda: read_only.exists(f"{folder}/a")),
+        ("open", lambda: read_only.open(f"{folder}/a", "rb")),
+        ("list", lambda: read_only.list(folder)),
+    ):
+        message = f"Cannot {action} file://{silent_disk}.*: its file system has not answered"
+        with pytest.raises(StoreError, match=message):
+            act()
+
+
+def test_a_disk_that_stops_to_answer_ends_reads_and_writes(tmp_path, monkeypatch):
+    """A pipe that nobody fills or empties takes the part of the disk."""
+    monkeypatch.setattr(disk, "SILENCE_SECONDS", 0.2)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    other_end = os.open(pipe, os.O_RDWR)
+    try:
+        with disk.DiskFile(pipe, "wb", "file:///there") as file:
+            with pytest.raises(StoreError, match="Cannot write file:///there: its file system has not answered"):
+                file.write(bytes(200_000))
+            received = 0
+            while received < 200_000:  # the abandoned call ends
+                received += len(os.read(other_end, 200_000))
+        with disk.open_to_read(pipe, "file:///there") as file:
+            with pytest.raises(StoreError, match="Cannot read file:///there: its file system has not answered"):
+                file.read(1)
+            os.write(other_end, b"x")
+    finally:
+        os.close(other_end)

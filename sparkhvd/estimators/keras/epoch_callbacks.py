@@ -19,6 +19,7 @@ from sparkhvd.estimators.keras.checkpoint.module_buffers import Arrays
 from sparkhvd.estimators.keras.checkpoint.randomness import RandomStates
 from sparkhvd.estimators.keras.dataset import BatchDataset
 from sparkhvd.estimators.keras.graph_flags import GraphFlags
+from sparkhvd.estimators.keras.losses.divisors import CurrentBatch
 from sparkhvd.estimators.keras.losses.metrics import Logs, MetricSums, as_number, is_number, summed_results
 from sparkhvd.estimators.keras.statistics import LayerStatistics, variables_independent_of_rows, without_sums
 from sparkhvd.estimators.plugin import Trainer, TrainHooks

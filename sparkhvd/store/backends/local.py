@@ -18,7 +18,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeVar
 
+from sparkhvd._util.background import in_background
 from sparkhvd.errors import StoreError
+from sparkhvd.store.access.disk import BUFFER_BYTES, DiskFile, ask_disk, is_silent, open_to_read
 from sparkhvd.store.access.renaming import rename, rename_once
 from sparkhvd.store.folders import LEFTOVER_SECONDS, UNFINISHED, StoreFolders, root_of
 from sparkhvd.store.protocol import Store
@@ -81,15 +83,7 @@ class LocalStore(Store):
         root = root_of(paths[0], paths[1:])
         object.__setattr__(self, "_folders", StoreFolders(root, self.runs_path))
         for folder in {root, self.runs_path or root}:
-            if Path(folder).is_file():
-                raise StoreError(
-                    f"file://{folder} is a file, but a Store needs a folder. Pass another path, or remove the file."
-                )
-            with _reporting("use the folder", f"file://{folder}"):
-                if not _retry_if_folder_vanishes(partial(_is_usable, Path(folder))):
-                    raise StoreError(
-                        f"The Store file://{folder} is not readable and writable for this user; choose another folder."
-                    )
+            ask_disk("use the folder", f"file://{folder}", partial(_require_usable, folder))
 
     @property
     def root(self) -> str:
@@ -101,39 +95,35 @@ class LocalStore(Store):
         return f"file://{self.root}"
 
     def exists(self, path: str) -> bool:
-        with _reporting("look up", self._url_of(path)):
-            return os.path.lexists(self._file(path))
+        return ask_disk("look up", self._url_of(path), partial(os.path.lexists, self._file(path)))
 
     def open(self, path: str, mode: Literal["rb", "wb"]) -> BinaryIO:
         """Open a file to read, or a new one that replaces ``path`` on ``close``; an error in ``with`` discards it."""
-        target = self._file(path)
-        with _reporting("open", self._url_of(path)):
-            if mode == "rb":
-                return target.open("rb")
-            if mode == "wb":
-                return _retry_if_folder_vanishes(lambda: _UnfinishedFile(_with_folder(target), self._url_of(path)))
-        raise StoreError(f"Cannot open {self._url_of(path)} with mode {mode!r}; a Store supports 'rb' and 'wb'.")
+        target, url = self._file(path), self._url_of(path)
+        if mode == "rb":
+            return open_to_read(target, url)
+        if mode == "wb":
+            create = partial(_retry_if_folder_vanishes, lambda: _UnfinishedFile(_with_folder(target), url))
+            return ask_disk("open", url, create)
+        raise StoreError(f"Cannot open {url} with mode {mode!r}; a Store supports 'rb' and 'wb'.")
 
     def list(self, path: str) -> list[str]:
         """List all files below ``path`` (``""`` for the whole Store), sorted, without files still being written.
 
         Files that killed writers have left are removed.
         """
-        names = set()
+        names: set[str] = set()
         for top, store_path in self._folders.tops(path, self.url):
-            if path and Path(top).is_file():
+            found = ask_disk("list", f"file://{top}", partial(_files_at, Path(top)))
+            if path and found == [Path(top)]:
                 return [path]
-            with _reporting("list", f"file://{top}"):
-                for file in files_below(Path(top)):
-                    if file.name.endswith(UNFINISHED):
-                        _remove_leftover(file)
-                    else:
-                        names.add(Path(store_path, file.relative_to(top)).as_posix())
+            names.update(Path(store_path, file.relative_to(top)).as_posix() for file in found)
         return sorted(names)
 
     def publish(self, path: str, content: bytes) -> None:
         target = self._file(path)
-        with _reporting("publish", self._url_of(path)):
+
+        def publish() -> None:
             try:
                 _retry_if_folder_vanishes(lambda: self._publish(_with_folder(target), content))
             except FileExistsError as error:
@@ -145,11 +135,17 @@ class LocalStore(Store):
                 _sync_folder(target.parent)
             _remove_leftovers(target.parent)
 
+        ask_disk("publish", self._url_of(path), publish, len(content))
+
     def delete(self, path: str) -> None:
         target = self._file(path)
-        with _reporting("delete", self._url_of(path)), suppress(FileNotFoundError):
-            _remove(target)
-            self._remove_empty_folders(target)
+
+        def delete() -> None:
+            with suppress(FileNotFoundError):
+                _remove(target)
+                self._remove_empty_folders(target)
+
+        ask_disk("delete", self._url_of(path), delete)
 
     def spark_url(self, path: str) -> str:
         return self._url_of(path)
@@ -217,32 +213,34 @@ class _UnfinishedFile(io.BufferedWriter):
         self._target = target
         self._url = url
         temporary = _unfinished_name(target)
-        super().__init__(io.FileIO(temporary, "xb"))
+        super().__init__(DiskFile(temporary, "xb", url), BUFFER_BYTES)
         self._temporary = temporary  # set last: it marks a file that must be closed
-
-    def write(self, content: Any) -> int:  # any object with a buffer
-        try:
-            return super().write(content)
-        except OSError as error:
-            raise _error("write", self._url, error) from error
 
     def close(self) -> None:
         if self.closed:
             return
         try:
-            with _reporting("write", self._url):
-                self.flush()
-                os.fsync(self.fileno())
-                super().close()
-                rename(self._temporary, self._target)
-                with suppress(FileNotFoundError):  # another process has already removed it
-                    _sync_folder(self._target.parent)
-        except BaseException:
-            self._discard()
+            self.flush()
+            ask_disk("write", self._url, partial(os.fsync, self.fileno()), self.tell())
+            super().close()
+            ask_disk("write", self._url, self._publish)
+        except BaseException as error:
+            self._discard_after(error)
             raise
 
+    def _publish(self) -> None:
+        rename(self._temporary, self._target)
+        with suppress(FileNotFoundError):  # another process has already removed it
+            _sync_folder(self._target.parent)
+
+    def _discard_after(self, error: BaseException | None) -> None:
+        if is_silent(error):  # wait no longer
+            in_background(self._discard, "sparkhvd-store")
+        else:
+            self._discard()
+
     def _discard(self) -> None:
-        with suppress(OSError):  # content that could not be flushed is dropped on purpose
+        with suppress(OSError, StoreError):  # content that could not be flushed is dropped on purpose
             super().close()
         with suppress(OSError):
             self._temporary.unlink()
@@ -253,7 +251,7 @@ class _UnfinishedFile(io.BufferedWriter):
         if kind is None:
             self.close()
         else:
-            self._discard()
+            self._discard_after(error)
 
     def __del__(self) -> None:
         # io's own finalizer would call close(), which would publish the half-written content of an abandoned file.
@@ -277,6 +275,19 @@ def absolute_path(path_or_url: str) -> str:
     if not path.strip():
         raise StoreError(f"{path_or_url!r} names no folder; a Store needs a path such as /mnt/shared/experiments.")
     return os.path.abspath(os.path.expanduser(path))  # noqa: PTH100, PTH111  (Path.absolute keeps '..')
+
+
+def _files_at(top: Path) -> list[Path]:
+    """Return a file itself, or the files below a folder, without unfinished ones; remove those of killed writers."""
+    if top.is_file():
+        return [top]
+    files = []
+    for file in files_below(top):
+        if file.name.endswith(UNFINISHED):
+            _remove_leftover(file)
+        else:
+            files.append(file)
+    return files
 
 
 def files_below(top: Path) -> Iterator[Path]:
@@ -339,6 +350,17 @@ def _create_folder(folder: Path) -> None:
             raise
 
 
+def _require_usable(folder: str) -> None:
+    if Path(folder).is_file():
+        raise StoreError(
+            f"file://{folder} is a file, but a Store needs a folder. Pass another path, or remove the file."
+        )
+    if not _retry_if_folder_vanishes(partial(_is_usable, Path(folder))):
+        raise StoreError(
+            f"The Store file://{folder} is not readable and writable for this user; choose another folder."
+        )
+
+
 def _is_usable(folder: Path) -> bool:
     """Return whether this user can read and write a folder; a missing one is created for this check.
 
@@ -399,17 +421,3 @@ def _temporarily_created(folder: Path) -> Iterator[None]:
 def _raise_unless_missing(error: OSError) -> None:
     if not isinstance(error, FileNotFoundError):
         raise error
-
-
-@contextmanager
-def _reporting(action: str, url: str) -> Iterator[None]:
-    try:
-        yield
-    except StoreError:
-        raise
-    except OSError as error:
-        raise _error(action, url, error) from error
-
-
-def _error(action: str, url: str, error: OSError) -> StoreError:
-    return StoreError(f"Cannot {action} {url}: {error.strerror or error}.")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Literal
 
 from sparkhvd.errors import StoreError
+from sparkhvd.store.access.disk import ask_disk, open_to_read
 from sparkhvd.store.backends.local import absolute_path, files_below
 from sparkhvd.store.protocol import Store
 
@@ -26,25 +27,23 @@ class ReadOnlyFolder(Store):
         return f"file://{self.root}"
 
     def exists(self, path: str) -> bool:
-        return Path(self.root, path).exists()
+        return ask_disk("look up", f"{self.url}/{path}", Path(self.root, path).exists)
 
     def open(self, path: str, mode: Literal["rb", "wb"]) -> BinaryIO:
         if mode != "rb":
             raise self._refused()
-        try:
-            return Path(self.root, path).open("rb")
-        except OSError as error:
-            raise StoreError(f"Cannot open {self.url}/{path}: {error.strerror or error}.") from error
+        return open_to_read(Path(self.root, path), f"{self.url}/{path}")
 
     def list(self, path: str) -> list[str]:
         """List all files below ``path``, or the file itself, sorted."""
         top = Path(self.root, path)
-        if top.is_file():
-            return [path]
-        try:
+
+        def list_files() -> list[str]:
+            if top.is_file():
+                return [path]
             return sorted(file.relative_to(self.root).as_posix() for file in files_below(top))
-        except OSError as error:
-            raise StoreError(f"Cannot list {self.url}/{path}: {error.strerror or error}.") from error
+
+        return ask_disk("list", f"{self.url}/{path}", list_files)
 
     def publish(self, path: str, content: bytes) -> None:  # noqa: ARG002
         raise self._refused()
