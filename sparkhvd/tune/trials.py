@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Literal, cast
 from sparkhvd._util.background import in_background, raise_in_thread
 from sparkhvd._util.counts import counted
 from sparkhvd.compat.spark import inheriting, is_stopped
-from sparkhvd.config import setting_variables, variable_of
 from sparkhvd.data.prepare.prepared_data import PreparedData
 from sparkhvd.data.spark.job import add_tag, cancel, new_tag
 from sparkhvd.deadline import Deadline
@@ -49,8 +48,6 @@ _KEEPS_RUN = "sparkhvd:keeps_run"  # the attribute of trials whose runs are neve
 _REMOVABLE = "sparkhvd:removable"  # the study's attribute with the runs that may be removed when a trial ends
 _ASKING = "sparkhvd:asking"  # the study's attribute with the time at which a search last asked for a trial
 _POLL_SECONDS = 0.5
-# How long the executors keep an idle process that has imported the frameworks, from which the ranks of trials fork.
-_WARM_SECONDS = 60.0
 _OUTCOMES = {"COMPLETE": "completed", "PRUNED": "was pruned", "FAIL": "failed"}
 # The trials share the rows, so these parameters are set on the estimator only.
 _ROW_PARAMETERS = ("data", "validation", "compress_sparse_cols", "partitions_per_process", "keep_data")
@@ -137,8 +134,6 @@ class Trials:
         self._keep_runs = keep_runs
         epochs = template.getOrDefault(template.epochs)
         self._rungs = (epochs,) if halving is None else halving.rungs(epochs)
-        variable = variable_of("warm_seconds")
-        self._default_env = {} if variable in setting_variables() else {variable: str(_WARM_SECONDS)}
         self._shared = _SHARED_PARAMETERS if halving is None else (*_SHARED_PARAMETERS, "epochs")
         self._all_epochs: Mapping[str, object] = {} if halving is None else {"epochs": epochs}
         self._stops = threading.Event()
@@ -374,9 +369,7 @@ class Trials:
         """Return the estimator that trains a trial up to the rung."""
         named = {f"trial.{name}": value for name, value in attempt.trial.params.items()}
         # MLflow shows the epochs of the last rung, because a promoted trial continues its run there.
-        candidate = self._template.as_trial(
-            f"trial {attempt.trial.number}", {**named, **self._all_epochs}, self._default_env
-        )
+        candidate = self._template.as_trial(f"trial {attempt.trial.number}", {**named, **self._all_epochs})
         candidate.setParams(verbose=0)  # the lines of parallel trials would not name their trial
         candidate.setParams(**dict.fromkeys(_ROW_PARAMETERS), **(attempt.parameters or {}), run_id=attempt.run_id)
         if len(self._rungs) > 1:

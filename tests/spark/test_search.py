@@ -5,11 +5,15 @@ from __future__ import annotations
 import _thread
 import logging
 import threading
+from functools import partial
 
 import mlflow
 import optuna
 import pytest
 import torch
+from pyspark.ml import Pipeline
+from pyspark.ml.evaluation import RegressionEvaluator
+from pyspark.ml.tuning import CrossValidator, TrainValidationSplit
 from torch.nn import functional
 
 from sparkhvd import SparkBackend, Store, TorchEstimator, tune
@@ -277,15 +281,39 @@ def test_another_trial_is_promoted_if_the_best_one_fails(df, store):
     assert sorted(trial.state.name for trial in result.study.trials) == ["COMPLETE", "FAIL"]
 
 
-def test_ranks_of_trials_fork_from_a_warm_process_unless_the_user_decides(df, store, monkeypatch):
+def search_with_optuna(searched, df):
+    with pytest.raises(SearchError, match="Trial 0 failed: LaunchError: recorded"):
+        tune.minimize(searched, df, space, 1)
+
+
+def search_with_spark(kind, searched, df):
+    grid = [{searched.epochs: 1}]
+    evaluator = RegressionEvaluator(labelCol="y", predictionCol="y__output")
+    search = kind(estimator=Pipeline(stages=[searched]), estimatorParamMaps=grid, evaluator=evaluator)
+    with pytest.raises(LaunchError, match="recorded"):
+        search.fit(df)
+
+
+@pytest.mark.filterwarnings("ignore:unclosed running multiprocessing pool:ResourceWarning")  # pyspark's
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(
+    "search_in",
+    [search_with_optuna, partial(search_with_spark, CrossValidator), partial(search_with_spark, TrainValidationSplit)],
+    ids=["optuna", "folds", "split"],
+)
+def test_ranks_of_a_search_fork_from_a_warm_process_unless_the_user_decides(df, store, monkeypatch, search_in):
     def record(*_, env, **__):
         recorded.append(env.get("SPARKHVD_WARM_SECONDS"))
         raise LaunchError("recorded")
 
     def search(**variables):
-        searched = estimator(store, num_proc=None, backend=SparkBackend(1, env=variables))
-        with pytest.raises(SearchError, match="Trial 0 failed: LaunchError: recorded"):
-            tune.minimize(searched, df, space, 1)
+        search_in(estimator_with(variables), df)
+
+    def estimator_with(variables):
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        options = {"num_proc": None, "backend": SparkBackend(1, env=variables), "model": model, "optimizer": optimizer}
+        return estimator(store, **options)
 
     recorded = []
     monkeypatch.setattr(backend, "run", record)
@@ -295,6 +323,10 @@ def test_ranks_of_trials_fork_from_a_warm_process_unless_the_user_decides(df, st
     monkeypatch.setenv("SPARKHVD_WARM_SECONDS", "7")
     search()
     assert recorded == ["60.0", "5", None]
+    monkeypatch.delenv("SPARKHVD_WARM_SECONDS")
+    with pytest.raises(LaunchError, match="recorded"):
+        estimator_with({}).fit(df)
+    assert recorded[3:] == [None], "only searches start warm by default"
 
 
 def test_several_metrics_return_a_pareto_front_of_models(df, store):

@@ -51,7 +51,13 @@ from sparkhvd.estimators.api.validation import (
     check_single_fit,
 )
 from sparkhvd.estimators.models.feature_matching import with_sources
-from sparkhvd.estimators.models.mlflow_tracking import SearchPart, active_run, cross_validation_part, track
+from sparkhvd.estimators.models.mlflow_tracking import (
+    SearchPart,
+    active_run,
+    cross_validation_part,
+    is_in_tuning,
+    track,
+)
 from sparkhvd.estimators.models.model import TrainedModel
 from sparkhvd.estimators.models.outputs import check_output_names, check_types, default_output_names
 from sparkhvd.estimators.models.persistence import FolderReader, FolderWriter, read_estimator, write_estimator
@@ -67,6 +73,7 @@ from sparkhvd.estimators.params.backend import (
     session_of,
     shows_output,
     spark_backend,
+    warm_by_default,
 )
 from sparkhvd.estimators.params.fit_plan import FitPlan
 from sparkhvd.estimators.params.named_inputs import columns_of
@@ -198,26 +205,28 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         write_options = _write_options(plan, largest_size(plan, num_proc), seed)
         return acquire(dataset, selection, store, write_options, keep_seconds=_keep_seconds(plan))
 
-    def as_trial(self, name: str, params: Mapping[str, object], default_env: Mapping[str, str]) -> Self:
+    def as_trial(self, name: str, params: Mapping[str, object]) -> Self:
         """Return a copy that logs to MLflow as a nested run with this name and these additional parameters.
 
-        Fits of copies with the same ``run_id`` share one nested run. The ranks get the variables of ``default_env``
-        unless the backend or ``backend_env`` sets them.
+        Fits of copies with the same ``run_id`` share one nested run, and start warm by default.
         """
         copied = self.copy()
-        copied._default_env = default_env  # noqa: SLF001 - of this object's own copy
+        copied._default_env = warm_by_default()  # noqa: SLF001 - of this object's own copy
         copied._search_part = SearchPart(name, params, is_resumed=True)  # noqa: SLF001 - of this object's own copy
         return copied
 
     def copy(self, extra: Mapping[Param[Any], Any] | None = None) -> Self:
         """Return a copy with these parameters; ``fit(df, params)`` and Spark ML's tuning make a copy for every fit.
 
-        Spark ML runs these fits in other threads, so the copy remembers the calling thread's active MLflow run.
+        Spark ML runs these fits in other threads, so the copy remembers the calling thread's active MLflow run. In a
+        search of Spark ML, the fits start warm by default.
         """
         copied: Self = super().copy(extra)
         copied._mlflow_run = active_run() or self._mlflow_run
         fold = cross_validation_part()
         copied._search_part = self._search_part if fold is None else SearchPart(fold)
+        if is_in_tuning():
+            copied._default_env = warm_by_default()
         copied._mapped_params = self._mapped_params | {
             param.name for param in map(self._own_param, extra or ()) if param.parent == self.uid
         }

@@ -15,7 +15,7 @@ from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from sparkhvd.estimators.params.policies import Checkpoints
@@ -59,14 +59,24 @@ def cross_validation_part() -> str | None:
     Spark keeps the part only in local variables. If a Spark version names them differently, MLflow chooses the names of
     the runs.
     """
-    frame = sys._getframe(1)  # noqa: SLF001  (there is no public way to inspect callers)
-    while frame is not None and not (
-        frame.f_code.co_name == "_fit" and frame.f_globals.get("__name__") == "pyspark.ml.tuning"
-    ):
-        frame = frame.f_back  # type: ignore[assignment]  # None after the outermost frame
+    frame = _frame_of_tuning()
     if frame is None or not isinstance(fold := frame.f_locals.get("i"), int):
         return None
     return "all rows" if "bestIndex" in frame.f_locals else f"fold {fold + 1} of {frame.f_locals.get('nFolds')}"
+
+
+def is_in_tuning() -> bool:
+    """Return whether a ``CrossValidator`` or ``TrainValidationSplit`` calls this function."""
+    return _frame_of_tuning() is not None
+
+
+def _frame_of_tuning() -> FrameType | None:
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001  (there is no public way to inspect callers)
+    while frame is not None and not (
+        frame.f_code.co_name == "_fit" and frame.f_globals.get("__name__") == "pyspark.ml.tuning"
+    ):
+        frame = frame.f_back
+    return frame
 
 
 @dataclass(frozen=True)

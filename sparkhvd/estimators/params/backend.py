@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, TextIO, runtime_checkable
 from sparkhvd._util.addresses import LOOPBACK
 from sparkhvd.compat.horovod import unknown_argument
 from sparkhvd.compat.spark import active_session, check_spark, current_session
-from sparkhvd.config import changed_environment, from_environment
+from sparkhvd.config import changed_environment, from_environment, setting_variables, variable_of
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.arguments import check_seconds
 from sparkhvd.driver.elastic.driver_addresses import driver_addresses
@@ -33,6 +33,8 @@ from sparkhvd.task import failure_report
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
+# How long the executors keep an idle process that has imported the frameworks, from which the ranks of a search fork.
+_WARM_SECONDS = 60.0
 _TRAINING_PHASES = {
     failure_report.STARTING: "before training started",
     failure_report.IN_FN: "in training",
@@ -370,6 +372,12 @@ def check_backend(placement: Placement, data: str) -> None:
             f"backend={name} cannot send the rows of a DataFrame to the ranks (data='direct', the default without a "
             "Store). Pass a Store and data='store'."
         )
+
+
+def warm_by_default() -> dict[str, str]:
+    """Return the variables with which ranks of a search start warm, unless the user has set how long to keep warm."""
+    variable = variable_of("warm_seconds")
+    return {} if variable in setting_variables() else {variable: str(_WARM_SECONDS)}
 
 
 def run_ranks(

@@ -25,7 +25,7 @@ class Estimator:
     def copy(self):
         return self
 
-    def as_trial(self, name, params, default_env):
+    def as_trial(self, name, params):
         return self
 
     def setParams(self, **params):  # noqa: N802 - Spark's name
