@@ -187,7 +187,8 @@ def test_an_elastic_job_on_spark_takes_horovods_names_of_its_limits(horovod, mon
     monkeypatch.setattr("sparkhvd.run_elastic", lambda *args, **kwargs: calls.append((args, kwargs)))
     run_elastic(print, (1,), num_proc=2, start_timeout=5, **limits)
     run_elastic(print, (1,), None, 2, 2, 3, 5)
-    assert calls == [((print, (1,), None, 2, 2, 3), {"start_timeout": 5}), ((print, (1,), None, 2, 2, 3, 5), {})]
+    named = {"num_proc": 2, "start_timeout": 5, "min_num_proc": 2, "max_num_proc": 3}
+    assert calls == [((print, (1,)), named), ((print, (1,), None, 2, 2, 3, 5), {})]
 
 
 def test_the_launchers_function_runs_functions_and_commands(horovod, monkeypatch):
