@@ -13,7 +13,6 @@ __all__ = ["run", "run_elastic"]
 
 @functools.wraps(sparkhvd.run_elastic, assigned=("__doc__",))
 def run_elastic(*args: Any, min_np: int | None = None, max_np: int | None = None, **options: Any) -> list[Any]:
-    former = {"min_num_proc": min_np, "max_num_proc": max_np}
-    return sparkhvd.run_elastic(
-        *args, **options, **{name: value for name, value in former.items() if value is not None}
-    )
+    limits = {"min_num_proc": min_np, "max_num_proc": max_np}
+    options |= {name: limit for name, limit in limits.items() if limit is not None}
+    return sparkhvd.run_elastic(*args, **options)
