@@ -106,13 +106,24 @@ def metrics_of(owners: Iterable[object]) -> Iterator[Any]:
     """Yield the torchmetrics of modules and callbacks, also those that no module registers: in lists and dicts."""
     from torchmetrics import Metric  # noqa: PLC0415  (Lightning brings it)
 
+    return _instances_of(Metric, owners)
+
+
+def collections_of(owners: Iterable[object]) -> Iterator[Any]:
+    """Yield the collections of torchmetrics, see ``metrics_of``."""
+    from torchmetrics import MetricCollection  # noqa: PLC0415
+
+    return _instances_of(MetricCollection, owners)
+
+
+def _instances_of(kind: type, owners: Iterable[object]) -> Iterator[Any]:
     queue, seen = list(owners), set[int]()
     while queue:
         value = queue.pop()
         if id(value) in seen:
             continue
         seen.add(id(value))
-        if isinstance(value, Metric):
+        if isinstance(value, kind):
             yield value
         if isinstance(value, Mapping):
             parts: Iterable[object] = value.values()

@@ -16,9 +16,6 @@ from sparkhvd.lightning.reductions import metrics_of
 
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 _COUNT_OF_METRIC, _VALUE_OF_METRIC = "_update_count", "_computed"
-# A MetricCollection decides at its first update which metrics have equal states and are updated as one from then on.
-_COLLECTION_ATTRIBUTES = ("_groups", "_groups_checked", "_state_is_copy")
-_ALWAYS_RESTORED = {_COUNT_OF_METRIC, *_COLLECTION_ATTRIBUTES}
 
 Restorer = Callable[[], Any]
 
@@ -38,7 +35,7 @@ def attributes_unchanged(module: nn.Module, *, counters: bool) -> Iterator[None]
         (part, name, restore)
         for part in {id(part): part for part in (*module.modules(), *metrics_of((module,)))}.values()
         for name in _attribute_names(part)
-        if (restore := _restorer(vars(part)[name], counters or name in _ALWAYS_RESTORED, set())) is not None
+        if (restore := _restorer(vars(part)[name], counters or name == _COUNT_OF_METRIC, set())) is not None
     ]
     try:
         yield
@@ -51,11 +48,11 @@ def _attribute_names(part: nn.Module) -> Collection[str]:
     from torchmetrics import Metric, MetricCollection  # noqa: PLC0415  (Lightning brings it)
 
     if isinstance(part, MetricCollection):
-        return [name for name in _COLLECTION_ATTRIBUTES if name in vars(part) and not part._groups_checked]  # noqa: SLF001
+        return ()
     if isinstance(part, Metric):
         # The ranks must agree whether a shared metric has a value already: otherwise, only some would synchronize it.
-        values = () if is_shared(part) else (_VALUE_OF_METRIC,)
-        return [name for name in (*part._defaults, _COUNT_OF_METRIC, *values) if name in vars(part)]  # noqa: SLF001
+        more = () if is_shared(part) else (_COUNT_OF_METRIC, _VALUE_OF_METRIC)
+        return [name for name in (*part._defaults, *more) if name in vars(part)]  # noqa: SLF001
     return vars(part).keys() - _MODULE_ATTRIBUTES
 
 

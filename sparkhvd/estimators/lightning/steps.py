@@ -8,7 +8,7 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType, ModuleType
@@ -138,15 +138,18 @@ class EstimatorSteps:
     _renormalization: Renormalization | None = None
     before_update: Callable[[int], None]  # called with the epoch
     kept_progress: Mapping[str, Any] | None = None  # of Lightning's loops, to save instead of their current progress
+    _during_substitute: ExitStack  # what lasts for a substitute batch
 
     def setup(self, trainer: Trainer) -> None:
         """Start to track embeddings with ``max_norm``; the module's own setup has already run."""
+        self._during_substitute = ExitStack()
         super().setup(trainer)  # type: ignore[misc]
         self._renormalization = Renormalization(self.lightning_module)
         self._renormalization.attach()
 
     def teardown(self) -> None:
         """Remove the hooks from the module."""
+        self.end_batch()
         if self._renormalization is not None:
             self._renormalization.detach()
             self._renormalization = None
@@ -251,10 +254,18 @@ class EstimatorSteps:
     def batch_to_device(self, batch: object, *rest: object, **named: object) -> object:
         """Move a batch as Lightning begins it, before any of its hooks; its share is now the current one."""
         loader = self.feed.train if _stage_of(self.lightning_module.trainer) == "train" else self.feed.validation
+        self.end_batch()
         if loader is not None:
             loader.begin_batch()
+            if loader.share.is_substitute:
+                callbacks: Sequence[object] = self.lightning_module.trainer.callbacks  # type: ignore[attr-defined]
+                self._during_substitute.enter_context(metrics_ignore_batch(self.lightning_module, *callbacks))
         result: object = super().batch_to_device(batch, *rest, **named)  # type: ignore[misc]
         return result
+
+    def end_batch(self) -> None:
+        """Let torchmetrics change again after the last hook of a substitute batch."""
+        self._during_substitute.close()
 
     def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
         """Complete the preparation of ``on_train_start`` if the run resumes within an epoch."""
@@ -406,8 +417,7 @@ def _count_rows(batch: object) -> int:
 def preserved_state(module: torch.nn.Module, stage: str) -> Iterator[None]:
     """Undo all changes of a step except gradients: in buffers, attributes, torchmetrics and random generators.
 
-    Statistics of synchronized layers still change, as on the other ranks, but this rank's rows count neither in them
-    nor in the values of torchmetrics that cover all ranks.
+    Statistics of synchronized layers still change, as on the other ranks, but this rank's rows do not count in them.
     """
     synchronized = synchronized_layers(module)
     for layer in synchronized:
@@ -419,7 +429,6 @@ def preserved_state(module: torch.nn.Module, stage: str) -> Iterator[None]:
             buffers_unchanged(module, synchronized),
             rows_keep_their_norms(module),
             attributes_unchanged(module, counters=stage == "validation"),
-            metrics_ignore_batch(module),
         ):
             yield
     finally:
@@ -508,21 +517,24 @@ class DistributedLog:
 
 
 class BatchEndHook:
-    """Replaces ``LightningModule.on_train_batch_end``, the last hook of a batch.
+    """Replaces ``on_train_batch_end`` or ``on_validation_batch_end`` of a module, the last hook of a batch.
 
     Args:
         module: the module.
+        name: the hook.
         after_hook: called with the batch number after the hook, so that a checkpoint contains the changes of all hooks.
     """
 
-    def __init__(self, module: LightningModule, after_hook: Callable[[int], None]) -> None:
+    def __init__(self, module: LightningModule, name: str, after_hook: Callable[[int], None] = lambda _: None) -> None:
         self._module = module
-        self._own = module.on_train_batch_end
+        self._name = name
+        self._own = getattr(module, name)
         self._after_hook = after_hook
-        vars(module)["on_train_batch_end"] = self
+        vars(module)[name] = self
 
-    def __call__(self, outputs: torch.Tensor | Mapping[str, object] | None, batch: object, batch_idx: int) -> None:
-        self._own(outputs, batch, batch_idx)
+    def __call__(self, outputs: object, batch: object, batch_idx: int, *loader: int) -> None:
+        self._own(outputs, batch, batch_idx, *loader)
+        strategy_of(self._module.trainer).end_batch()
         self._after_hook(batch_idx)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
@@ -531,7 +543,7 @@ class BatchEndHook:
 
     def close(self) -> None:
         """Restore the module's own method."""
-        del self._module.on_train_batch_end
+        delattr(self._module, self._name)
 
 
 def _is_shared(options: Mapping[str, Any]) -> bool:

@@ -6,19 +6,19 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from torch import nn
-
-from sparkhvd.lightning.reductions import metrics_of
+from sparkhvd.lightning.reductions import collections_of, metrics_of
 
 
 @contextmanager
-def metrics_ignore_batch(module: nn.Module) -> Iterator[None]:
-    """Keep the batch of a step out of the values that torchmetrics synchronize over the ranks in this step.
+def metrics_ignore_batch(*owners: object) -> Iterator[None]:
+    """Keep the current batch out of the values that torchmetrics of modules and callbacks synchronize over the ranks.
 
     A value that ``forward`` does not synchronize is still that of the batch: metrics may have no value without rows.
     """
     with ExitStack() as stack:
-        for metric in metrics_of((module,)):
+        for collection in collections_of(owners):
+            stack.enter_context(_keeps_groups(collection))
+        for metric in metrics_of(owners):
             if is_shared(metric):
                 stack.enter_context(_ignores_batch(metric))
         yield
@@ -30,28 +30,47 @@ def is_shared(metric: Any) -> bool:
 
 
 @contextmanager
+def _keeps_groups(collection: Any) -> Iterator[None]:
+    """Let a later batch decide which metrics have equal states and are updated as one; here, all states are equal."""
+    enabled = collection._enable_compute_groups  # noqa: SLF001
+    if not collection._groups_checked:  # noqa: SLF001
+        collection._enable_compute_groups = False  # noqa: SLF001
+    try:
+        yield
+    finally:
+        collection._enable_compute_groups = enabled  # noqa: SLF001
+
+
+@contextmanager
 def _ignores_batch(metric: Any) -> Iterator[None]:
     own_update, own_forward = metric.update, metric.forward
     in_forward = False
+    ignored = 0  # the updates that ``metric._update_count`` contains until the end of the batch
 
     def update(*batch: object, **named: object) -> None:
+        nonlocal ignored
         if in_forward:
             own_update(*batch, **named)
         else:
             metric._computed = None  # noqa: SLF001  (as every update does)
             metric._update_count += 1  # noqa: SLF001
+            ignored += 1
 
     def forward(*batch: object, **named: object) -> object:
-        nonlocal in_forward
-        if metric.dist_sync_on_step:
-            return own_forward(*batch, **named)
-        state = metric._copy_state_dict()  # noqa: SLF001
-        in_forward = True
+        nonlocal in_forward, ignored
+        updates = ignored
         try:
-            return own_forward(*batch, **named)
+            if metric.dist_sync_on_step:
+                return own_forward(*batch, **named)
+            state = metric._copy_state_dict()  # noqa: SLF001
+            in_forward = True
+            try:
+                return own_forward(*batch, **named)
+            finally:
+                in_forward = False
+                vars(metric).update(state)
         finally:
-            in_forward = False
-            vars(metric).update(state)
+            ignored = updates + 1  # however often ``forward`` calls ``update``
 
     vars(metric).update(update=update, forward=forward)
     try:
@@ -59,3 +78,5 @@ def _ignores_batch(metric: Any) -> Iterator[None]:
     finally:
         vars(metric)["update"] = own_update
         del vars(metric)["forward"]
+        # The metric may have been reset since.
+        metric._update_count = max(metric._update_count - ignored, 0)  # noqa: SLF001

@@ -130,12 +130,16 @@ class LightningTrainer:
             if validation is not None:
                 validation.epoch = feed.train.epoch
             log = DistributedLog(self._module, feed)
-            batch_end_hook = BatchEndHook(self._module, self._run_callback.on_batch_end)
+            batch_end_hooks = (
+                BatchEndHook(self._module, "on_train_batch_end", self._run_callback.on_batch_end),
+                BatchEndHook(self._module, "on_validation_batch_end"),
+            )
             try:
                 self._run(trainer, feed, hooks, Path(folder))
             finally:
                 log.close()
-                batch_end_hook.close()
+                for hook in batch_end_hooks:
+                    hook.close()
                 feed.train.close()
                 if validation is not None:
                     validation.close()

@@ -308,6 +308,72 @@ def test_metrics_that_are_synchronized_in_a_step_ignore_ranks_without_rows(group
         np.testing.assert_allclose(read, expected, atol=1e-3)
 
 
+def metrics_of_batches():
+    """Return a module with torchmetrics of all batches that are passed to its ``add``."""
+    from torchmetrics import MeanMetric, MetricCollection, SumMetric  # noqa: PLC0415
+    from torchmetrics.classification import BinaryAccuracy  # noqa: PLC0415
+
+    class Metrics(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.total, self.mean = SumMetric(), MeanMetric(dist_sync_on_step=True)
+            self.several = MetricCollection({"all": BinaryAccuracy(0.0), "none": BinaryAccuracy(1.0)})
+
+        def add(self, batch):
+            self.total.update(batch["y"])
+            self.mean(batch["y"])
+            self.several.update(torch.full((len(batch["y"]),), 0.5), batch["y"] > 0)
+
+        def values(self):
+            return [float(value.compute()) for value in (self.total, self.mean, *self.several.values())]
+
+    return Metrics()
+
+
+def values_of_metrics_in_hooks(sizes):
+    """Return the values of torchmetrics that a module and callbacks update in hooks, over all ranks."""
+    from lightning.pytorch import Callback  # noqa: PLC0415
+
+    class AtStart(Callback):
+        def __init__(self):
+            self.metrics = metrics_of_batches()
+
+        def on_train_batch_start(self, trainer, module, batch, index):
+            self.metrics.add(batch)
+
+    class InValidation(AtStart):
+        def on_train_batch_start(self, *_):
+            pass
+
+        def on_validation_batch_end(self, trainer, module, outputs, batch, *indices):
+            self.metrics.add(batch)
+
+    class AtEnd(type(module())):
+        def __init__(self):
+            super().__init__()
+            self.metrics = metrics_of_batches()
+
+        def on_train_batch_end(self, outputs, batch, index):
+            self.metrics.add(batch)
+
+        def on_train_epoch_end(self):
+            callbacks = [callback for callback in self.trainer.callbacks if isinstance(callback, AtStart)]
+            counted.extend(owner.metrics.values() for owner in (self, *callbacks))
+
+    counted, rank = [], session.current().world.rank
+    trainer = trainer_of(AtEnd(), callbacks=[AtStart(), InValidation()])
+    trainer.fit(source(sizes, rank), source(sizes, rank), Hooks())
+    return counted
+
+
+def test_metrics_that_hooks_update_ignore_ranks_without_rows(group):
+    sizes = [(0, 5), *SOME_EMPTY]
+    y = torch.tensor(rows(sum(map(sum, sizes)))["y"])
+    positive = float((y > 0).float().mean())
+    for counted in group.run(values_of_metrics_in_hooks, sizes):
+        np.testing.assert_allclose(counted, [[y.sum(), y.float().mean(), positive, 1 - positive]] * 3, rtol=1e-5)
+
+
 def names_in_each_epoch():
     class Early(type(module())):
         def training_step(self, batch, index):
