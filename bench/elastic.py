@@ -219,7 +219,7 @@ def _measure_joins(folder: Path, megabytes: Sequence[int], rounds: int) -> None:
             subfolder = folder / f"join-{size}-{number}"
             subfolder.mkdir()
             (stop, transfer), _ = sparkhvd.run_elastic(
-                _train_until_joined,
+                train_until_joined,
                 (str(subfolder), size),
                 num_proc=1,
                 max_num_proc=2,
@@ -232,7 +232,7 @@ def _measure_joins(folder: Path, megabytes: Sequence[int], rounds: int) -> None:
         _table(f"a rank joins another, state of {size} MB: seconds between two steps of the old rank", times)
 
 
-def _train_until_joined(folder: str, megabytes: int) -> tuple[float, float]:
+def train_until_joined(folder: str, megabytes: int) -> tuple[float, float]:
     """Return the seconds that the old rank stopped, and the seconds of a broadcast of the same size."""
     import torch  # noqa: PLC0415  (heavy)
 

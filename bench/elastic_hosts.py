@@ -1,8 +1,8 @@
-"""Measure how soon an elastic job continues on one host after the link of the other host was cut.
+"""Measure elastic jobs on two hosts: the next step after the link of one of them is cut, and a rank that joins.
 
 The hosts are network namespaces behind ssh servers. ``torchrun`` does the same work with its agents in the same
-namespaces. As it may wait for Gloo's timeout of 30 minutes, the program waits for it only ``--patience`` seconds. It
-needs root, ip and an ssh server.
+namespaces. As it may wait for Gloo's timeout of 30 minutes, the program waits for it only ``--patience`` seconds; 0
+leaves it out. The rank joins over a link of limited speed. The program needs root, ip, tc and an ssh server.
 
     python -m bench.elastic_hosts [--rounds 3] [--patience 120]
 """
@@ -26,13 +26,15 @@ import psutil
 
 import sparkhvd
 from bench import machine
-from bench.elastic import note_step, steps_in
+from bench.elastic import note_step, steps_in, train_until_joined
+from bench.hosts import LINK_BITS, limit_link
 from tests.launch import hosts, sshd
 from tests.waiting import wait_for
 
 _FIRST_STEPS = 50
 _MORE_STEPS = 30
 _PORT = 29511
+_STATE_MEGABYTES = 50
 _MOST_SECONDS = 300.0
 
 
@@ -52,10 +54,38 @@ def main() -> int:
         os.environ["PATH"] = both.path
         rounds = [_round_of_sparkhvd(Path(name, str(number)), both) for number in range(options.rounds)]
         print(f"  sparkhvd  {', '.join(f'{seconds:.1f}' for seconds in rounds)}", flush=True)
-        seconds = _round_of_torchrun(Path(name, "torchrun"), both, options.patience)
-        print(f"  torchrun  {f'{seconds:.1f}' if seconds else f'none within {options.patience:g}'}")
+        if options.patience:
+            seconds = _round_of_torchrun(Path(name, "torchrun"), both, options.patience)
+            print(f"  torchrun  {f'{seconds:.1f}' if seconds else f'none within {options.patience:g}'}")
+        _measure_joins(Path(name), both, options.rounds)
     print(f"\n{machine.load()}")
     return 0
+
+
+def _measure_joins(folder: Path, both: sshd.SshHosts, rounds: int) -> None:
+    for host in both.hosts:
+        limit_link(host)
+    least = _STATE_MEGABYTES * 2**20 * 8 / LINK_BITS
+    print(
+        f"\na rank joins over a link of {LINK_BITS / 1e6:g} Mbit/s, which needs {least:.2f} s for the state of "
+        f"{_STATE_MEGABYTES} MB:\n"
+        "seconds between two steps of the old rank, and of a broadcast; the link's part of each"
+    )
+    first, second = (host.address for host in both.hosts)
+    for number in range(rounds):
+        subfolder = folder / f"join-{number}"
+        subfolder.mkdir()
+        (stop, transfer), _ = sparkhvd.run_elastic(
+            train_until_joined,
+            (str(subfolder), _STATE_MEGABYTES),
+            num_proc=1,
+            max_num_proc=2,
+            discovery=lambda begun=subfolder / "begun": {first: 1, **({second: 1} if begun.exists() else {})},
+            launcher="ssh",
+            ssh_identity_file=both.key,
+            verbose=0,
+        )
+        print(f"  {stop:.2f}  {transfer:.2f}  {least / stop:.2f}  {least / transfer:.2f}", flush=True)
 
 
 def _round_of_sparkhvd(folder: Path, both: sshd.SshHosts) -> float:

@@ -67,14 +67,14 @@ def main() -> None:
     print(f"{HOSTS} hosts with links of {LINK_BITS / 1e6:.0f} Mbit/s; milliseconds of the slowest rank")
     with hosts(HOSTS) as (_, all_hosts):
         for host in all_hosts:
-            _limit(host)
+            limit_link(host)
         for per_host in PER_HOST:
             with tempfile.TemporaryDirectory() as folder:
                 _print_table(per_host, _run(all_hosts, per_host, Path(folder)))
     print(f"\nafterwards: {machine.load()}")
 
 
-def _limit(host: Host) -> None:
+def limit_link(host: Host) -> None:
     """Limit what a host sends and, at the bridge, what it receives."""
     bucket = ["root", "tbf", "rate", f"{LINK_BITS:.0f}bit", "burst", "64kb", "latency", "200ms"]
     bridge, _, index = host.namespace.rpartition("-")
