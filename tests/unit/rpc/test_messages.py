@@ -115,11 +115,14 @@ def malformed(draw: st.DrawFn) -> bytes:
     content = encode(draw(MESSAGES))
     if draw(st.integers(0, 3)):
         end = 4 + struct.unpack_from(">I", content)[0]
-        header = json.loads(content[4:end])
+        text = content[4:end]
+        is_compressed = text.startswith(b"x")
+        header = json.loads(zlib.decompress(text) if is_compressed else text)
         name = {"type": header.pop("type")}
         changed = with_one_value_replaced(draw, header)
         changed = name | changed if isinstance(changed, dict) else changed
-        return payload(json.dumps(changed).encode(), content[end:])
+        text = json.dumps(changed).encode()
+        return payload(zlib.compress(text) if is_compressed else text, content[end:])
     position = draw(st.integers(0, len(content)))
     length = draw(st.integers(0, 3))
     return content[:position] + draw(st.binary(max_size=3)) + content[position + length :]
