@@ -62,6 +62,7 @@ class DiskFile(io.FileIO):
     def __init__(self, path: Path, mode: str, url: str) -> None:
         super().__init__(path, mode)
         self._url = url
+        self._size = os.fstat(self.fileno()).st_size  # asked here, because opening has a time limit
 
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")[:_CALL_BYTES]
@@ -70,7 +71,7 @@ class DiskFile(io.FileIO):
         return len(content)
 
     def readall(self) -> bytes:
-        return ask_disk("read", self._url, partial(io.FileIO.readall, self), os.fstat(self.fileno()).st_size)
+        return ask_disk("read", self._url, partial(io.FileIO.readall, self), self._size)
 
     def write(self, content: Any) -> int:  # any object with a buffer
         own = bytes(memoryview(content).cast("B")[:_CALL_BYTES])
