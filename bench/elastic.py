@@ -216,23 +216,39 @@ def _measure_joins(folder: Path, megabytes: Sequence[int], rounds: int) -> None:
     for size in megabytes:
         times: dict[str, list[float]] = {"stop": [], "transfer of the state": [], "the rest": []}
         for number in range(rounds):
-            subfolder = folder / f"join-{size}-{number}"
-            subfolder.mkdir()
-            (stop, transfer), _ = sparkhvd.run_elastic(
-                train_until_joined,
-                (str(subfolder), size),
-                num_proc=1,
-                max_num_proc=2,
-                discovery=lambda subfolder=subfolder: {"localhost": 2 if (subfolder / "begun").exists() else 1},
-                launcher="local",
-                verbose=0,
-            )
+            local = {"localhost": 1}, {"localhost": 2}
+            stop, transfer = join_once(folder / f"join-{size}-{number}", size, *local, launcher="local")
             for name, seconds in zip(times, (stop, transfer, max(0.0, stop - transfer)), strict=True):
                 times[name].append(seconds)
         _table(f"a rank joins another, state of {size} MB: seconds between two steps of the old rank", times)
 
 
-def train_until_joined(folder: str, megabytes: int) -> tuple[float, float]:
+def join_once(
+    folder: Path, megabytes: int, before: Mapping[str, int], after: Mapping[str, int], **options: Any
+) -> tuple[float, float]:
+    """Let a rank join another, and return the seconds that this one stopped, and those of a broadcast of the state.
+
+    Args:
+        folder: a folder to create.
+        megabytes: the size of the state.
+        before: the slots by host until the first rank trains.
+        after: the slots from then on.
+        options: further arguments of ``run_elastic``.
+    """
+    folder.mkdir()
+    times, _ = sparkhvd.run_elastic(
+        _train_until_joined,
+        (str(folder), megabytes),
+        num_proc=1,
+        max_num_proc=2,
+        discovery=lambda: after if (folder / "begun").exists() else before,
+        verbose=0,
+        **options,
+    )
+    return float(times[0]), float(times[1])
+
+
+def _train_until_joined(folder: str, megabytes: int) -> tuple[float, float]:
     """Return the seconds that the old rank stopped, and the seconds of a broadcast of the same size."""
     import torch  # noqa: PLC0415  (heavy)
 

@@ -26,7 +26,7 @@ import psutil
 
 import sparkhvd
 from bench import machine
-from bench.elastic import note_step, steps_in, train_until_joined
+from bench.elastic import join_once, note_step, steps_in
 from bench.hosts import LINK_BITS, limit_link
 from tests.launch import hosts, sshd
 from tests.waiting import wait_for
@@ -71,20 +71,10 @@ def _measure_joins(folder: Path, both: sshd.SshHosts, rounds: int) -> None:
         f"{_STATE_MEGABYTES} MB:\n"
         "seconds between two steps of the old rank, and of a broadcast; the link's part of each"
     )
-    first, second = (host.address for host in both.hosts)
+    first, second = ({host.address: 1} for host in both.hosts)
     for number in range(rounds):
-        subfolder = folder / f"join-{number}"
-        subfolder.mkdir()
-        (stop, transfer), _ = sparkhvd.run_elastic(
-            train_until_joined,
-            (str(subfolder), _STATE_MEGABYTES),
-            num_proc=1,
-            max_num_proc=2,
-            discovery=lambda begun=subfolder / "begun": {first: 1, **({second: 1} if begun.exists() else {})},
-            launcher="ssh",
-            ssh_identity_file=both.key,
-            verbose=0,
-        )
+        options = {"launcher": "ssh", "ssh_identity_file": both.key}
+        stop, transfer = join_once(folder / f"join-{number}", _STATE_MEGABYTES, first, first | second, **options)
         print(f"  {stop:.2f}  {transfer:.2f}  {least / stop:.2f}  {least / transfer:.2f}", flush=True)
 
 
