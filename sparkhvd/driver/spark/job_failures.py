@@ -18,9 +18,10 @@ _ATTEMPTS = re.compile(r"maximum allowable number of times: (\d+)")
 _RAISED = re.compile(r"Traceback [^\n]*\n(?:[ \t][^\n]*\n)+(\S[^\n]*)")
 _VERSIONS = re.compile(r"The driver has (?:sparkhvd|pyspark) .*")
 # Spark reports SPARK_JOB_CANCELLED for a job that was cancelled by a tag, a group, a session or in Spark's UI, and
-# OPERATION_CANCELED for one that was cancelled through Spark Connect. The last form reports a stopped session.
+# OPERATION_CANCELED for one that was cancelled through Spark Connect. Spark 3.5 names no condition, and no version does
+# where the session was stopped.
 _CANCELLED = re.compile(
-    r"(?:\[(?:SPARK_JOB_CANCELLED|OPERATION_CANCELED)\] |SparkException: (?=Job \d+ cancelled because SparkContext ))"
+    r"(?:\[(?:SPARK_JOB_CANCELLED|OPERATION_CANCELED)\] |SparkException: (?=Job \d+ cancelled ))"
     r"([^\n]*?)\.?(?: SQLSTATE: \w+)?(?:\n|$)"
 )
 # Errors that Spark's driver and PySpark raise while the session stops; the last one even if the job itself has ended.

@@ -97,6 +97,10 @@ def test_too_few_slots_are_reported_with_a_remedy():
             "x\n: org.apache.spark.SparkException: Job 4 cancelled because SparkContext was shut down\n\tat y",
             "Job 4 cancelled because SparkContext was shut down",
         ),
+        (  # Spark 3.5
+            "x\n: org.apache.spark.SparkException: Job 5 cancelled part of cancelled job tag mine\n\tat y",
+            "Job 5 cancelled part of cancelled job tag mine",
+        ),
         ("x: [OPERATION_CANCELED] Operation has been canceled. SQLSTATE: HY008", "Operation has been canceled"),
     ],
 )
