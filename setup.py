@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -33,7 +34,8 @@ class CMakeBuild(build_ext):
                 "-DCMAKE_BUILD_TYPE=Release",
             ]
         )
-        self.spawn(["cmake", "--build", str(staging), "--target", "_core", "--parallel"])
+        # Without a number, Make would compile all files at once.
+        self.spawn(["cmake", "--build", str(staging), "--target", "_core", "--parallel", str(os.cpu_count() or 1)])
         output.parent.mkdir(parents=True, exist_ok=True)
         # A running process may have the old file mapped, so replace the file and never write into it.
         partial = output.with_name(output.name + ".partial")
