@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import keras
+import numpy as np
 
 from sparkhvd.config import scratch_folder
 from sparkhvd.errors import ParamError
@@ -142,6 +143,8 @@ def with_callback(plan: FitPlan) -> FitPlan:
 
 def _mode(callback: keras.callbacks.ModelCheckpoint, metrics: Sequence[object] | Mapping[str, object]) -> Mode:
     """Return whether lower or higher values are better, by the rules of Keras."""
+    if not hasattr(callback, "mode"):  # up to Keras 3.10, the callback decides when it is created
+        return "min" if callback.monitor_op is np.less else "max"
     name = callback.monitor.removeprefix("val_")
     if callback.mode in {"min", "max"}:
         return "min" if callback.mode == "min" else "max"

@@ -42,6 +42,14 @@ def test_the_checkpoint_callback_selects_the_trained_model():
     assert plan_with_callback(best).checkpoints == Checkpoints(best="mine", mode="max")
 
 
+@pytest.mark.parametrize(("operator", "mode"), [(np.less, "min"), (np.greater, "max")])
+def test_the_checkpoint_callback_of_keras_before_3_11_has_an_operator_instead_of_a_mode(operator, mode):
+    best = BestModelCheckpoint(monitor="mine")
+    del best.mode
+    best.monitor_op = operator
+    assert plan_with_callback(best).checkpoints == Checkpoints(best="mine", mode=mode)
+
+
 def test_a_checkpoint_callback_may_monitor_the_validation_rows_of_files():
     plan = plan_with_callback(BestModelCheckpoint())
     check_monitored_metrics(PLUGIN.monitors(plan.params), held_out=True)
