@@ -64,6 +64,7 @@ class _Session:
     everybody: ProcessSet = field(default_factory=lambda: ProcessSet([0]))  # registered while initialized
     server: RendezvousServer | None = None  # on rank 0 of a job that MPI has started
     from_mpi: bool = False
+    agreements: mpi.Agreements = field(default_factory=mpi.Agreements)  # of the ranks that MPI has started
     membership: Membership | None = None  # in an elastic job, from the first ``init()`` on
     publisher: CommitPublisher | None = None  # in an elastic job with a Store
     watch: GenerationWatch | None = None  # in an elastic job, watches the current generation
@@ -399,7 +400,7 @@ def _join_job(
         return (job if ranks is None else subset(job, ranks, scope)), None
     if comm is None:
         comm = mpi.world_communicator()
-    return mpi.agree_on_rendezvous(mpi.of_ranks(comm) if isinstance(comm, Sequence) else comm, job.config)
+    return _session.agreements.reach(comm, job.config)
 
 
 def _own_config() -> Config:

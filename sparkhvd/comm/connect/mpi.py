@@ -1,19 +1,24 @@
 """Ranks that MPI has started or grouped: MPI numbers them, and the core connects them through its own links.
 
-After ``agree_on_rendezvous()`` has returned, only process sets of mpi4py communicators use MPI when they are added. So
+After ``Agreements.reach()`` has returned, only process sets of mpi4py communicators use MPI when they are added. So
 a program may use mpi4py freely.
 """
 
 from __future__ import annotations
 
+import math
 import secrets
 import socket
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from sparkhvd._util.addresses import address_to_bind
+from sparkhvd._util.background import in_background, is_done_within
 from sparkhvd.comm.connect.launch_context import LaunchContext
 from sparkhvd.comm.connect.rendezvous import RendezvousServer
 from sparkhvd.config import Config, mpirun_size
@@ -61,17 +66,6 @@ def has_threads() -> bool:
     return MPI.Query_thread() == MPI.THREAD_MULTIPLE
 
 
-def of_ranks(ranks: Sequence[int]) -> MPI.Intracomm:
-    """Return a communicator of some ranks of MPI's world; collective over these ranks only.
-
-    Raises:
-        ConfigError: this process is not among them.
-    """
-    world = world_communicator()
-    require_member(world.Get_rank(), world.Get_size(), ranks)
-    return world.Create_group(world.Get_group().Incl(list(ranks)))
-
-
 def require_member(rank: int, size: int, ranks: Sequence[int]) -> None:
     """Raise ``ConfigError`` unless ``ranks`` are different ranks of a job of ``size``, with ``rank`` among them."""
     if not ranks or len(set(ranks)) < len(ranks) or not all(0 <= member < size for member in ranks):
@@ -80,21 +74,65 @@ def require_member(rank: int, size: int, ranks: Sequence[int]) -> None:
         raise ConfigError(f"Rank {rank} is not in comm={list(ranks)}; only those ranks may call init().")
 
 
-def agree_on_rendezvous(communicator: MPI.Intracomm, config: Config) -> tuple[LaunchContext, RendezvousServer | None]:
-    """Agree on a rendezvous and a secret; collective over the communicator.
+Agreement = tuple[LaunchContext, RendezvousServer | None]
 
-    Args:
-        communicator: its ranks become the ranks of the job.
-        config: settings of this process.
 
-    Returns:
-        This rank's launch context; and, on rank 0 of several, the rendezvous server, which the caller closes after
-        the job.
+class Agreements:
+    """Agreements of ranks on a rendezvous and a secret.
+
+    MPI matches the collective calls of the ranks by their order, and cannot withdraw a call that waits for other ranks.
+    So if not all ranks call in time, the next call for the same ranks continues the agreement.
+    """
+
+    def __init__(self) -> None:
+        self._unfinished: list[tuple[MPI.Intracomm | tuple[int, ...], Future[Agreement]]] = []
+
+    def reach(self, comm: MPI.Intracomm | Sequence[int], config: Config) -> Agreement:
+        """Agree on a rendezvous and a secret; collective over the ranks.
+
+        Args:
+            comm: its ranks, or these ranks of MPI's world, become the ranks of the job.
+            config: settings of this process.
+
+        Returns:
+            This rank's launch context; and, on rank 0 of several, the rendezvous server, which the caller closes after
+            the job.
+
+        Raises:
+            ConfigError: this process is not among the ranks.
+            DeadlineExceededError: not all ranks called it within ``config.start_timeout``.
+        """
+        own_rank, size = _position(comm)
+        if not has_threads():  # then the time limit covers only the wait for the other ranks of a communicator
+            return _agree(comm, config, Deadline.after(config.start_timeout))
+        key = tuple(comm) if isinstance(comm, Sequence) else comm
+        agreement = next((future for others, future in self._unfinished if others == key), None)
+        if agreement is None:
+            agreement = in_background(partial(_agree, comm, config, Deadline(math.inf)), "sparkhvd-mpi")
+            self._unfinished.append((key, agreement))
+        if not is_done_within(agreement, config.start_timeout):
+            raise _missing_ranks(own_rank, size, config.start_timeout)
+        self._unfinished.remove((key, agreement))
+        context, server = agreement.result()
+        return replace(context, config=config), server
+
+
+def _position(comm: MPI.Intracomm | Sequence[int]) -> tuple[int, int]:
+    """Return this process's number among the ranks, and their number.
 
     Raises:
-        DeadlineExceededError: not all ranks called it within ``config.start_timeout``.
+        ConfigError: this process is not among them.
     """
-    _wait_for_all(communicator, config.start_timeout)
+    if not isinstance(comm, Sequence):
+        return comm.Get_rank(), comm.Get_size()
+    world = world_communicator()
+    require_member(world.Get_rank(), world.Get_size(), comm)
+    return list(comm).index(world.Get_rank()), len(comm)
+
+
+def _agree(comm: MPI.Intracomm | Sequence[int], config: Config, deadline: Deadline) -> Agreement:
+    communicator = _of_ranks(comm) if isinstance(comm, Sequence) else comm
+    _wait_for_all(communicator, config.start_timeout, deadline)
     duplicate = communicator.Dup()  # separates these messages from those of the program
     try:
         return _exchange_contexts(duplicate, config)
@@ -102,20 +140,29 @@ def agree_on_rendezvous(communicator: MPI.Intracomm, config: Config) -> tuple[La
         duplicate.Free()
 
 
-def _wait_for_all(communicator: MPI.Intracomm, seconds: float) -> None:
-    """Wait until all ranks of the communicator have called: MPI's own collectives wait without a limit."""
-    deadline, pause = Deadline.after(seconds), _FIRST_PAUSE_SECONDS
+def _of_ranks(ranks: Sequence[int]) -> MPI.Intracomm:
+    """Return a communicator of some ranks of MPI's world; collective over these ranks only."""
+    world = world_communicator()
+    return world.Create_group(world.Get_group().Incl(list(ranks)))
+
+
+def _wait_for_all(communicator: MPI.Intracomm, seconds: float, deadline: Deadline) -> None:
+    """Wait until all ranks of the communicator have called: MPI's own collectives would use a processor core."""
+    pause = _FIRST_PAUSE_SECONDS
     barrier = communicator.Ibarrier()
     while not barrier.Test():
         if deadline.expired():
-            rank, size = communicator.Get_rank(), communicator.Get_size()
-            raise DeadlineExceededError(
-                f"Rank {rank} waited start_timeout={seconds:g} s in init() for all {size} ranks that MPI "
-                "started, but at least one of them did not call it. Print a line right after init() to find the rank "
-                "that does not reach it, or raise SPARKHVD_START_TIMEOUT."
-            )
+            raise _missing_ranks(communicator.Get_rank(), communicator.Get_size(), seconds)
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+
+def _missing_ranks(rank: int, size: int, seconds: float) -> DeadlineExceededError:
+    return DeadlineExceededError(
+        f"Rank {rank} waited start_timeout={seconds:g} s in init() for all {size} ranks that MPI "
+        "started, but at least one of them did not call it. Print a line right after init() to find the rank "
+        "that does not reach it, or raise SPARKHVD_START_TIMEOUT."
+    )
 
 
 def _exchange_contexts(communicator: MPI.Intracomm, config: Config) -> tuple[LaunchContext, RendezvousServer | None]:

@@ -86,6 +86,48 @@ def test_ranks_wait_in_init_for_other_ranks_until_the_start_timeout(tmp_path):
 
 
 @needs_mpirun
+@pytest.mark.parametrize("comm", ["None", "[0, 1]", "MPI.COMM_WORLD"])
+def test_after_a_timeout_in_init_another_call_joins_the_late_rank(comm, tmp_path):
+    script = """
+        from sparkhvd.errors import DeadlineExceededError
+        timeouts = []
+        if world.rank == 0:
+            try:
+                session.init(COMM)
+            except DeadlineExceededError as error:
+                timeouts.append(str(error))
+            world.send("timed out", 1)
+        else:
+            world.recv(source=0)
+        session.init(COMM)
+        report([timeouts, session.rank(), total(1 + world.rank)])
+        session.shutdown()
+    """.replace("COMM)", f"{comm})")
+    first, second = run_by_mpi(tmp_path, 2, script, SPARKHVD_START_TIMEOUT="3")
+    assert len(first[0]) == 1
+    assert first[0][0].startswith("Rank 0 waited start_timeout=3 s in init() for all 2 ranks that MPI started")
+    assert [first[1:], second] == [[0, 3.0], [[], 1, 3.0]]
+
+
+@needs_mpirun
+def test_a_rank_that_calls_init_after_another_rank_has_given_up_has_a_time_limit(tmp_path):
+    script = """
+        from sparkhvd.errors import DeadlineExceededError
+        if world.rank == 1:
+            world.recv(source=0)
+        try:
+            session.init()
+        except DeadlineExceededError as error:
+            report(str(error))
+        world.send("ended", 1 - world.rank)
+        if world.rank == 0:
+            world.recv(source=1)
+    """
+    _, second = run_by_mpi(tmp_path, 2, script, SPARKHVD_START_TIMEOUT="2")
+    assert "waited start_timeout=2 s" in second
+
+
+@needs_mpirun
 def test_init_takes_rank_and_size_from_mpi_and_both_work_in_one_program(tmp_path):
     script = """
         import sparkhvd.numpy as hvd
