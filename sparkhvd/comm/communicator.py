@@ -257,7 +257,10 @@ class Communicator:
         with self._sets_lock:
             if requested.process_set_id is not None:
                 raise ConfigError(f"{requested} is already registered.")
-            proposals = self._exchange(requested.proposal(self._world.rank))
+            given_ranks = requested.given_ranks
+            proposals = self._exchange(Proposal(given_ranks or (), split=given_ranks is None))
+            if all(proposal.split for proposal in proposals):  # all ranks have called: MPI would wait without a limit
+                proposals = self._exchange(requested.proposal(self._world.rank))
             own_registration: RegisteredSet | None = None
             if self._next_set == 1 and self._channels[0].on_devices:
                 self.barrier(name=_core.SHARE_DEVICE_NAME)

@@ -209,4 +209,6 @@ def agreed_sets(
 
 
 def _proposal_text(proposal: Proposal) -> str:
+    if proposal.split and not proposal.ranks:  # null, or unknown because not all ranks have passed one
+        return "a communicator"
     return f"{'a communicator of ' if proposal.split else ''}{list(proposal.ranks)}"

@@ -128,6 +128,26 @@ def test_a_rank_that_calls_init_after_another_rank_has_given_up_has_a_time_limit
 
 
 @needs_mpirun
+def test_a_process_set_of_a_communicator_that_a_rank_does_not_add_has_a_time_limit(tmp_path):
+    script = """
+        from sparkhvd.errors import DeadlineExceededError
+        session.init()
+        if world.rank == 0:
+            try:
+                session.add_process_set(world.Split(0))
+            except DeadlineExceededError as error:
+                report(str(error))
+            world.send("ended", 1)
+        else:
+            world.Split(0)
+            report(world.recv(source=0))
+    """
+    first, second = run_by_mpi(tmp_path, 2, script, SPARKHVD_COLLECTIVE_TIMEOUT="2")
+    assert "process_sets.add" in first
+    assert second == "ended"
+
+
+@needs_mpirun
 def test_init_takes_rank_and_size_from_mpi_and_both_work_in_one_program(tmp_path):
     script = """
         import sparkhvd.numpy as hvd
