@@ -17,26 +17,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import psutil
 from pyspark.sql import SparkSession
 
 import sparkhvd
 from sparkhvd import Checkpoints, SparkBackend, TorchEstimator
-from sparkhvd.comm import objects, session
-from sparkhvd.comm.elastic.loop import run
-from sparkhvd.comm.elastic.sampler import ElasticSampler
-from sparkhvd.comm.elastic.state import ObjectState
+from sparkhvd.comm import session
 from sparkhvd.estimators.torch import TorchCallback, TorchRun
 from sparkhvd.store import Store
-from tests.launch.elastic_training import lives, log, places, sampled_state
+from tests.launch.elastic_rows import beside, complaints, steps, train_until_stopped
+from tests.launch.elastic_training import lives, log, places
 from tests.launch.hosts import Host
 from tests.launch.sshd import SshHosts
 from tests.spark.test_elastic_fits import ROWS as COUNTED_ROWS
 from tests.spark.test_elastic_fits import SignSGD, torch_network, uses
 from tests.waiting import happens
 
-ROWS, BATCH, RATE = 240, 4, 0.4
 LEAST, MOST = 2, 6  # ranks
 _RECENT_SECONDS = 2.0
 # Within this time after a disturbance, a job must take steps again.
@@ -68,69 +64,6 @@ class Report:
             f"{events}; sizes {sorted(self.sizes)}; {self.epochs} epochs; longest standstill {self.longest:.1f} s: "
             f"{verdict}"
         )
-
-
-def features() -> tuple[np.ndarray, np.ndarray]:
-    """Return the features and labels of all rows."""
-    draw = np.random.default_rng(5)
-    rows = draw.normal(size=(ROWS, 3))
-    return rows, rows @ np.array([1.0, -2.0, 0.5]) + 0.1 * draw.normal(size=ROWS)
-
-
-def undisturbed(epochs: int) -> list[float]:
-    """Return the losses of ``train_until_stopped`` in one process."""
-    (rows, labels), weights, losses = features(), np.zeros(3), []
-    for _ in range(epochs):
-        errors = rows @ weights - labels
-        losses.append(float(np.mean(errors**2)))
-        weights = weights - RATE * (rows.T @ errors) / ROWS
-    return losses
-
-
-def train_until_stopped(folder: str) -> tuple[list[float], list[str]]:
-    """Train until a file exists; return the losses of all epochs and the epochs that lost or repeated rows.
-
-    The gradient of an epoch is summed up over its steps, so the losses do not depend on the number of ranks.
-    """
-    session.init()
-    log(folder, f"place {os.getppid()} {os.environ['SSH_CONNECTION'].split()[2]}")
-    (rows, labels), sampler = features(), ElasticSampler(range(ROWS), seed=3)
-
-    @run
-    def loop(state: ObjectState) -> tuple[list[float], list[str]]:
-        communicator = session.current()
-        while True:
-            indices = list(sampler)
-            for number in range(-(-len(indices) // BATCH)):
-                own = indices[number * BATCH : (number + 1) * BATCH]
-                everyone = objects.allgather_object(communicator, own, name="rows")
-                # The first rank that has a row uses it; the sampler pads the end of an epoch with earlier rows.
-                users = {row: rank for rank, part in reversed(list(enumerate(everyone))) for row in part}
-                fresh = [row for row in users if row not in state.seen]
-                mine = [row for row in fresh if users[row] == session.rank()]
-                errors = rows[mine] @ state.weights - labels[mine]
-                local = np.append(rows[mine].T @ errors, errors @ errors)
-                state.total = state.total + communicator.allreduce(local, name="sums") * session.size()
-                state.seen = state.seen | set(fresh)
-                state.repeats += sum(map(len, everyone)) - len(fresh)
-                sampler.record_batch(number, BATCH)
-                log(folder, f"step {session.rank()} {session.size()}")
-                time.sleep(0.01)
-                if number % 3 == 2:
-                    state.commit()
-            if len(state.seen) != ROWS or state.repeats >= MOST:
-                wrong = f"epoch {state.epoch} used {len(state.seen)} of {ROWS} rows and repeated {state.repeats}"
-                state.wrong = [*state.wrong, wrong]
-            state.losses = [*state.losses, float(state.total[3]) / ROWS]
-            state.weights = state.weights - RATE * state.total[:3] / ROWS
-            state.total, state.seen, state.repeats, state.epoch = np.zeros(4), set(), 0, state.epoch + 1
-            sampler.set_epoch(state.epoch)
-            state.commit()
-            if communicator.broadcast(np.array([Path(folder, "stop").exists()]), 0, name="stop")[0]:
-                return state.losses, state.wrong
-
-    counts = {"epoch": 0, "repeats": 0, "seen": set(), "losses": [], "wrong": []}
-    return loop(sampled_state(sampler, weights=np.zeros(3), total=np.zeros(4), **counts))
 
 
 class Disturber:
@@ -257,19 +190,11 @@ def disturbed(disturber: Disturber, seconds: float) -> Iterator[None]:
     """Disturb a job that runs in this block, then let it stop."""
 
     def disturb() -> None:
-        try:
-            happens(lambda: disturber.over.is_set() or bool(disturber.ranks()), 60.0)
-            disturber.disturb(seconds)
-        finally:
-            (disturber.folder / "stop").touch()
+        happens(lambda: disturber.over.is_set() or bool(disturber.ranks()), 60.0)
+        disturber.disturb(seconds)
 
-    thread = threading.Thread(target=disturb, name="disturber")
-    thread.start()
-    try:
+    with beside(disturb, disturber.folder, disturber.over):
         yield
-    finally:
-        disturber.over.set()
-        thread.join()
 
 
 def job_on_hosts(folder: Path, hosts: SshHosts, seconds: float, seed: int) -> Report:
@@ -279,7 +204,7 @@ def job_on_hosts(folder: Path, hosts: SshHosts, seconds: float, seed: int) -> Re
     with disturbed(disturber, seconds):
         results = sparkhvd.run_elastic(
             train_until_stopped,
-            (str(folder),),
+            (str(folder), MOST),
             num_proc=4,
             min_num_proc=LEAST,
             max_num_proc=MOST,
@@ -292,14 +217,9 @@ def job_on_hosts(folder: Path, hosts: SshHosts, seconds: float, seed: int) -> Re
             cooldown_range=(0.2, 2.0),
             verbose=0,
         )
-    losses, wrong = results[0]
-    report.epochs, report.complaints = len(losses), [*report.complaints, *wrong]
-    lines = [line.split() for path in folder.glob("log-*") for line in path.read_text().splitlines()]
-    report.sizes = {int(size) for kind, _, size, _ in lines if kind == "step"}
-    if not np.allclose(losses, undisturbed(len(losses)), rtol=1e-9):
-        report.complaints.append("the losses differ from those of an undisturbed training")
-    if any(result != results[0] for result in results):
-        report.complaints.append("the ranks returned different results")
+    report.epochs = len(results[0][0])
+    report.sizes = {size for size, _ in steps(folder)}
+    report.complaints += complaints(results)
     return report
 
 

@@ -12,6 +12,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
+from tests.launch.elastic_training import lives
 from tests.launch.hosts import Host
 from tests.launch.hosts import hosts as namespaces
 from tests.waiting import wait_for
@@ -112,6 +115,19 @@ def hosts_behind_ssh(folder: Path, count: int) -> Iterator[SshHosts]:
             prefix = ["ip", "netns", "exec", host.namespace]
             stack.enter_context(running_sshd(folder, host.address, 22, prefix))
         yield SshHosts(hosts, str(key), f"{path}:{os.environ['PATH']}")
+
+
+def programs(host: Host) -> list[int]:
+    """Return the processes on a host except those of its ssh server."""
+    listed = subprocess.run(["ip", "netns", "pids", host.namespace], check=True, capture_output=True, text=True)
+    return [int(pid) for pid in listed.stdout.split() if lives(int(pid)) and not _is_of_sshd(int(pid))]
+
+
+def _is_of_sshd(pid: int) -> bool:
+    try:
+        return "sshd" in psutil.Process(pid).name()
+    except psutil.NoSuchProcess:
+        return True
 
 
 def _answers(address: str, port: int) -> bool:

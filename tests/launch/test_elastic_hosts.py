@@ -10,13 +10,13 @@ import threading
 import time
 from collections.abc import Iterator
 
-import psutil
 import pytest
 
 import sparkhvd
 from sparkhvd.errors import LaunchError, RankFailedError
+from tests.launch import elastic_resizes, hosts, sshd
 from tests.launch import elastic_training as training
-from tests.launch import hosts, sshd
+from tests.launch.elastic_rows import complaints
 from tests.launch.test_elastic import steps
 from tests.launch.test_elastic_sparkhvdrun import TRAIN, pids, start
 from tests.waiting import wait_for
@@ -25,19 +25,6 @@ pytestmark = [
     pytest.mark.skipif(bool(hosts.why_not() or sshd.why_not()), reason=hosts.why_not() or sshd.why_not()),
 ]
 FAST = {"start_timeout": 60, "elastic_timeout": 30, "cooldown_range": (0.5, 5), "verbose": 0}
-
-
-def programs(host: hosts.Host) -> list[int]:
-    """Return the processes on a host except those of its ssh server."""
-    listed = subprocess.run(["ip", "netns", "pids", host.namespace], check=True, capture_output=True, text=True)
-    return [int(pid) for pid in listed.stdout.split() if training.lives(int(pid)) and not is_of_sshd(int(pid))]
-
-
-def is_of_sshd(pid: int) -> bool:
-    try:
-        return "sshd" in psutil.Process(pid).name()
-    except psutil.NoSuchProcess:
-        return True
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +39,7 @@ def reached(two_hosts, monkeypatch) -> Iterator[sshd.SshHosts]:
     monkeypatch.setenv("PATH", two_hosts.path)
     yield two_hosts
     for host in two_hosts.hosts:
-        wait_for(lambda host=host: not programs(host))
+        wait_for(lambda host=host: not sshd.programs(host))
 
 
 def test_a_rank_is_replaced_within_its_hosts_process_and_a_lost_host_by_a_new_process(reached, tmp_path):
@@ -104,7 +91,7 @@ def test_a_host_that_is_cut_off_loses_its_ranks_and_keeps_no_process(reached, tm
             **FAST | {"cooldown_range": (60, 60)},
         )
         thread.join()
-        wait_for(lambda: not programs(cut[0]))  # although it cannot learn that the job has ended
+        wait_for(lambda: not sshd.programs(cut[0]))  # although it cannot learn that the job has ended
     finally:
         for host in cut:
             host.connect()
@@ -201,12 +188,25 @@ def test_a_job_follows_the_hosts_of_a_script_that_fails_at_times_and_names_silen
     assert "on host no.host.invalid did not start: its process ended with exit code 255" in caplog.text
 
 
+@pytest.mark.soak
+def test_a_job_on_eight_hosts_grows_loses_a_host_and_gets_it_back_without_losing_a_row(monkeypatch, tmp_path):
+    with sshd.hosts_behind_ssh(tmp_path, 8) as eight:
+        monkeypatch.setenv("PATH", eight.path)
+        (tmp_path / "job").mkdir()
+        job = elastic_resizes.run_resized(tmp_path / "job", eight, 1, 2)
+        for host in eight.hosts:
+            wait_for(lambda host=host: not sshd.programs(host))
+    assert complaints(job.results) == []
+    assert len(job.results) == 16
+    assert list(job.seconds) == [("more slots", 16), ("a host killed", 14), ("the host is back", 16)]
+
+
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.soak), signal.SIGKILL])
 def test_no_process_outlives_the_command_on_any_host(reached, tmp_path, number):
     where = ("-H", reached.listed, "-i", reached.key)
     with start("-np", 2, "--min-np", 1, *where, sys.executable, TRAIN, tmp_path, 10**9) as running:
         wait_for((tmp_path / "running").exists)
-        assert [len(programs(host)) > 1 for host in reached.hosts] == [True, True], "a rank and its parent"
+        assert [len(sshd.programs(host)) > 1 for host in reached.hosts] == [True, True], "a rank and its parent"
         running.send_signal(number)
         running.communicate(timeout=60)
     assert running.returncode == (128 + number if number == signal.SIGINT else -number)
