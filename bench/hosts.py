@@ -1,10 +1,10 @@
 """Measure ranks on eight hosts with links of 100 Mbit/s, as real processes and sockets in network namespaces.
 
-The program measures the start, small and large collectives, and the time until the others notice a killed rank, with 8
-and with 64 ranks. Next to each time, it prints the least time that the link allows. It needs root, ip and tc, and
-removes the namespaces afterwards.
+The program measures the start, a cycle of the negotiation, small and large collectives, and the time until all others
+have an error that names a killed rank. Next to each time, it prints the least time that the link allows. It needs root,
+ip and tc, and removes the namespaces afterwards.
 
-    python -m bench.hosts
+    python -m bench.hosts [--per-host 1 8 16]
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -37,7 +38,7 @@ from tests.launch.hosts import Host, hosts
 ROOT = Path(__file__).parents[1]
 MIB = 1 << 20
 HOSTS = 8
-PER_HOST = (1, 8)
+PER_HOST = (1, 8, 16)
 LINK_BITS = 100e6
 PORT = 29402
 TOKEN = b"of a benchmark on one machine"
@@ -45,6 +46,7 @@ START_SECONDS = 300.0
 
 # Operation, bytes, calls, and the traffic of the busiest link as a multiple of these bytes.
 CASES = (
+    ("negotiation", 0, 30, 0.0),
     ("barrier", 0, 30, 0.0),
     ("allreduce", 4096, 30, 2 * (HOSTS - 1) / HOSTS),
     ("allreduce", MIB, 5, 2 * (HOSTS - 1) / HOSTS),
@@ -59,7 +61,7 @@ CASES = (
 def main() -> None:
     arguments = _arguments()
     if arguments.rank is not None:
-        _rank(arguments.rank, arguments.per_host, arguments.addresses, Path(arguments.folder))
+        _rank(arguments.rank, *arguments.per_host, arguments.addresses, Path(arguments.folder))
         return
     if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None:
         raise SystemExit("bench.hosts creates network namespaces. It needs root, ip and tc (Debian: iproute2).")
@@ -68,7 +70,7 @@ def main() -> None:
     with hosts(HOSTS) as (_, all_hosts):
         for host in all_hosts:
             limit_link(host)
-        for per_host in PER_HOST:
+        for per_host in arguments.per_host:
             with tempfile.TemporaryDirectory() as folder:
                 _print_table(per_host, _run(all_hosts, per_host, Path(folder)))
     print(f"\nafterwards: {machine.load()}")
@@ -95,13 +97,21 @@ def _run(all_hosts: Sequence[Host], per_host: int, folder: Path) -> dict[str, fl
         _await(lambda: len(list(folder.glob("imported-*"))) == len(processes), processes)
         (folder / "go").touch()
         _await((folder / "rows").exists, processes)
-        killed = processes[len(processes) // 2]
-        killed.send_signal(signal.SIGKILL)
-        start_time = time.time()
-        _await(lambda: len(list(folder.glob("lost-*"))) == len(processes) - 1, ())
-        lost = max(float(path.read_text(encoding="ascii")) for path in folder.glob("lost-*")) - start_time
+        named = _kill(len(processes) // 2, processes, folder)
     rows: dict[str, float] = json.loads((folder / "rows").read_text(encoding="utf-8"))
-    return rows | {"a killed rank": lost}
+    return rows | {"a killed rank": named}
+
+
+def _kill(rank: int, processes: Sequence[subprocess.Popen[bytes]], folder: Path) -> float:
+    """Kill a rank, and return the seconds until the errors of all others name it."""
+    processes[rank].send_signal(signal.SIGKILL)
+    start_time = time.time()
+    _await(lambda: len(list(folder.glob("lost-*"))) == len(processes) - 1, ())
+    reports = [path.read_text(encoding="utf-8").split(" ", 1) for path in folder.glob("lost-*")]
+    for _, error in reports:
+        if not re.search(rf"\brank {rank}\b", error):
+            raise SystemExit(f"An error does not name the killed rank {rank}: {error}")
+    return max(float(seconds) for seconds, _ in reports) - start_time
 
 
 @contextmanager
@@ -150,8 +160,8 @@ def _rank(rank: int, per_host: int, addresses: str, folder: Path) -> None:
         try:
             while True:
                 me.barrier()
-        except HorovodInternalError:
-            (folder / f"unfinished-{rank}").write_text(str(time.time()), encoding="ascii")
+        except HorovodInternalError as error:
+            (folder / f"unfinished-{rank}").write_text(f"{time.time()} {error}", encoding="utf-8")
             (folder / f"unfinished-{rank}").rename(folder / f"lost-{rank}")
         time.sleep(START_SECONDS)  # until the parent ends this process
     if server is not None:
@@ -169,6 +179,7 @@ def _seconds(me: Communicator, name: str, size: int, calls: int) -> float:
     array = np.ones(size // 4, np.float32)
     share = np.ones(max(1, size // 4 // ranks), np.float32)
     operation: Callable[[], object] = {
+        "negotiation": lambda: me.allreduce(array, name="empty"),  # an operation without data to move
         "barrier": me.barrier,
         "allreduce": lambda: me.allreduce(array, ReduceOp.MAX, name="reduced", out=array),
         "allgather": lambda: me.allgather(share, name="gathered"),
@@ -197,7 +208,7 @@ def _print_table(per_host: int, rows: dict[str, float]) -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--per-host", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--per-host", type=int, nargs="+", default=PER_HOST, help="ranks on each host")
     parser.add_argument("--addresses", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     return parser.parse_args()
