@@ -1,10 +1,11 @@
-"""Measure elastic jobs on two hosts: the next step after the link of one of them is cut, and a rank that joins.
+"""Measure elastic jobs on hosts: a cut link, a rank that joins, and a job of up to 64 ranks that changes its size.
 
 The hosts are network namespaces behind ssh servers. ``torchrun`` does the same work with its agents in the same
 namespaces. As it may wait for Gloo's timeout of 30 minutes, the program waits for it only ``--patience`` seconds; 0
-leaves it out. The rank joins over a link of limited speed. The program needs root, ip, tc and an ssh server.
+leaves it out. The rank joins, and the large job runs, over links of limited speed. The program needs root, ip, tc and
+an ssh server.
 
-    python -m bench.elastic_hosts [--rounds 3] [--patience 120]
+    python -m bench.elastic_hosts [--rounds 3] [--patience 120] [--only cut join resize]
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import psutil
@@ -28,13 +30,16 @@ import sparkhvd
 from bench import machine
 from bench.elastic import join_once, note_step, steps_in
 from bench.hosts import LINK_BITS, limit_link
-from tests.launch import hosts, sshd
+from tests.launch import elastic_resizes, hosts, sshd
+from tests.launch.elastic_rows import complaints
 from tests.waiting import wait_for
 
 _FIRST_STEPS = 50
 _MORE_STEPS = 30
 _PORT = 29511
 _STATE_MEGABYTES = 50
+_MANY, _SLOTS = 8, (2, 8)  # hosts, and the slots of each before and after a job grows
+_PARTS = ("cut", "join", "resize")
 _MOST_SECONDS = 300.0
 
 
@@ -42,24 +47,60 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--patience", type=float, default=120.0, help="seconds to wait for torchrun's next step")
+    parser.add_argument("--only", nargs="+", choices=_PARTS, default=_PARTS, help="measure only these parts")
     options = parser.parse_args()
     if why := hosts.why_not() or sshd.why_not():
         raise SystemExit(f"This machine cannot simulate two hosts: {why}.")
     print(machine.describe())
-    print("\na cut link of one of two hosts, with a rank each, to the next step of the other: seconds")
-    with (
-        tempfile.TemporaryDirectory(prefix="bench-elastic-hosts-") as name,
-        sshd.hosts_behind_ssh(Path(name), 2) as both,
-    ):
-        os.environ["PATH"] = both.path
-        rounds = [_round_of_sparkhvd(Path(name, str(number)), both) for number in range(options.rounds)]
-        print(f"  sparkhvd  {', '.join(f'{seconds:.1f}' for seconds in rounds)}", flush=True)
-        if options.patience:
-            seconds = _round_of_torchrun(Path(name, "torchrun"), both, options.patience)
-            print(f"  torchrun  {f'{seconds:.1f}' if seconds else f'none within {options.patience:g}'}")
-        _measure_joins(Path(name), both, options.rounds)
+    parts = set(options.only)
+    with tempfile.TemporaryDirectory(prefix="bench-elastic-hosts-") as name:
+        folder = Path(name)
+        if parts & {"cut", "join"}:
+            with _hosts(folder / "two", 2) as both:
+                if "cut" in parts:
+                    _measure_cuts(folder, both, options.rounds, options.patience)
+                if "join" in parts:
+                    _measure_joins(folder, both, options.rounds)
+        if "resize" in parts:
+            with _hosts(folder / "many", _MANY) as many:
+                _measure_resizes(folder, many, options.rounds)
     print(f"\n{machine.load()}")
     return 0
+
+
+@contextmanager
+def _hosts(folder: Path, count: int) -> Iterator[sshd.SshHosts]:
+    folder.mkdir()
+    with sshd.hosts_behind_ssh(folder, count) as reached, mock.patch.dict(os.environ, PATH=reached.path):
+        yield reached
+
+
+def _measure_cuts(folder: Path, both: sshd.SshHosts, rounds: int, patience: float) -> None:
+    print("\na cut link of one of two hosts, with a rank each, to the next step of the other: seconds")
+    times = [_round_of_sparkhvd(folder / str(number), both) for number in range(rounds)]
+    print(f"  sparkhvd  {', '.join(f'{seconds:.1f}' for seconds in times)}", flush=True)
+    if patience:
+        alone = _round_of_torchrun(folder / "torchrun", both, patience)
+        print(f"  torchrun  {f'{alone:.1f}' if alone else f'none within {patience:g}'}")
+
+
+def _measure_resizes(folder: Path, many: sshd.SshHosts, rounds: int) -> None:
+    for host in many.hosts:
+        limit_link(host)
+    few, slots = _SLOTS
+    jobs = []
+    for number in range(rounds):
+        (folder / f"resize-{number}").mkdir()
+        jobs.append(elastic_resizes.run_resized(folder / f"resize-{number}", many, few, slots))
+        if wrong := complaints(jobs[-1].results):
+            raise SystemExit(f"The job is wrong: {wrong}")
+    print(
+        f"\na job of {few * _MANY} ranks on {_MANY} hosts with links of {LINK_BITS / 1e6:g} Mbit/s:\n"
+        "seconds from a change to the next step; every row counted once per epoch"
+    )
+    for change, ranks in jobs[0].seconds:
+        times = ", ".join(f"{job.seconds[change, ranks]:.1f}" for job in jobs)
+        print(f"  {f'{change}, {ranks} ranks':<32}{times}")
 
 
 def _measure_joins(folder: Path, both: sshd.SshHosts, rounds: int) -> None:
