@@ -71,6 +71,8 @@ def plots() -> dict[str, str]:
         "writing.svg": draw("Bring 1,000,000 rows to the ranks: seconds, lower is better", writing()),
         "allreduce.svg": draw("Allreduce of two processes on one host: GB/s, higher is better", allreduce()),
         "scaling.svg": draw("Weak-scaling efficiency at 25 Gbit/s, simulated: higher is better", scaling()),
+        "strong.svg": draw("Strong-scaling efficiency at 25 Gbit/s, simulated: higher is better", strong()),
+        "exchanges.svg": draw("Efficiency by way of exchange at 25 Gbit/s, simulated: higher is better", exchanges()),
         "stragglers.svg": draw(
             "Wait for the last rank in a step, simulated: milliseconds, lower is better", stragglers()
         ),
@@ -160,6 +162,27 @@ def scaling() -> list[Group]:
             if name == model
         ]
         groups.append(Group(model, bars))
+    return groups
+
+
+def strong() -> list[Group]:
+    table = _part(_result("simulate"), r"strong scaling, ")
+    rows = re.findall(r"^(\S.*?)  +(\d+) +(\d+) +\d+% +(\d+)%", table, re.MULTILINE)
+    groups: dict[str, list[Bar]] = {}
+    for model, gpus, images, share in rows:
+        groups.setdefault(model, []).append(Bar(f"{gpus} GPUs, {images} images each", int(share) / 100, OURS))
+    return [Group(model, bars) for model, bars in groups.items()]
+
+
+def exchanges() -> list[Group]:
+    _, _, head, *rows = _part(_result("simulate"), r"ways to exchange gradients, ").splitlines()
+    names = re.split(r" {2,}", head.strip())[2:]
+    groups = []
+    for row in rows:
+        model, gpus, *shares = re.split(r" {2,}", row.strip())
+        if gpus == "512":
+            bars = [Bar(name, int(share.rstrip("%")) / 100, OURS) for name, share in zip(names, shares, strict=True)]
+            groups.append(Group(f"{model}, {gpus} GPUs", bars))
     return groups
 
 

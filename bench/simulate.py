@@ -45,13 +45,59 @@ class Model:
     images_per_second: float
     early: float
 
+
+@dataclass(frozen=True)
+class Exchange:
+    """A way to exchange gradients.
+
+    Attributes:
+        bytes_per_number: bytes of a gradient.
+        passes: forward and backward passes of a step, whose gradients are exchanged together.
+        after: whether the exchange waits for the end of the backward pass, as the average of weights does.
+        adasum: whether the ranks compute adaptive sums, among all ranks and without the shared memory of a host.
+    """
+
+    bytes_per_number: int = 4
+    passes: int = 1
+    after: bool = False
+    adasum: bool = False
+
+
+@dataclass(frozen=True)
+class Job:
+    """The GPUs of a job, the speed of their links, and the images per GPU and pass."""
+
+    hosts: int
+    per_host: int
+    gigabits: int
+    images: float
+
+
+@dataclass(frozen=True)
+class Step:
+    """The seconds of a step.
+
+    Attributes:
+        computing: without communication.
+        total: with communication.
+        exchange: communication, including the part behind the computation.
+        link: the part of ``exchange`` in which the links between hosts transfer bytes, at least.
+        in_host: the part of ``exchange`` in which the ranks of a host combine their gradients.
+    """
+
+    computing: float
+    total: float
+    exchange: float
+    link: float
+    in_host: float
+
     @property
-    def seconds(self) -> float:
-        """Return the time of a step without communication."""
-        return IMAGES / self.images_per_second
+    def efficiency(self) -> float:
+        return self.computing / self.total
 
 
-IMAGES = 64  # per GPU and step
+IMAGES = 64  # per GPU and step, in weak scaling
+ALL_IMAGES = 8192  # per step of all GPUs, in strong scaling
 BACKWARD = 2 / 3  # of a step's computation
 # The speeds are those of one Tesla P100 in TensorFlow's published benchmarks of 2017.
 MODELS = {
@@ -59,6 +105,14 @@ MODELS = {
     "Inception V3": Model(23.9e6, 142, 0.09),
     "VGG-16": Model(138.4e6, 154, 0.89),
 }
+EXCHANGES = {
+    "average": Exchange(),
+    "fp16": Exchange(bytes_per_number=2),
+    "adasum": Exchange(adasum=True),
+    "every 4th": Exchange(passes=4),
+    "local SGD": Exchange(passes=4, after=True),
+}
+LINES = (10, 25, 100)  # Gbit/s
 
 
 class Simulator:
@@ -73,6 +127,7 @@ class Simulator:
         self.alltoall = cache(self._alltoall)
         self.start = cache(self._start)
         self.stragglers = cache(self._stragglers)
+        self.adasum = cache(self._adasum)
 
     def _cycle(self, hosts: int, per_host: int, fan_in: int) -> list[float]:
         """Return the seconds of a cycle, rank 0's messages and bytes, and the most messages of another rank."""
@@ -100,6 +155,10 @@ class Simulator:
         """Return by how many seconds a step is longer than a rank computes on average."""
         return self._ask("stragglers", hosts, mean, *_costs(gigabits))[0]
 
+    def _adasum(self, hosts: int, per_host: int, size: float, gigabits: int) -> float:
+        """Return the seconds of an adaptive sum of one tensor."""
+        return self._ask("adasum", hosts, per_host, size, *_costs(gigabits))[0]
+
     def _broadcast(self, hosts: int, size: float, route: str, gigabits: int) -> float:
         """Return the seconds of a broadcast between hosts."""
         return self._ask("broadcast", hosts, size, route, *_costs(gigabits))[0]
@@ -124,7 +183,10 @@ def main() -> None:
         print_alltoalls(simulated, 25)
         print_slow_links(simulated, 25)
         print_stragglers(simulated, 25)
-        print_efficiency(simulated)
+        print_weak_scaling(simulated)
+        print_strong_scaling(simulated)
+        print_exchanges(simulated, 25)
+        print_steps(simulated, 25)
 
 
 @contextmanager
@@ -263,51 +325,104 @@ def print_broadcasts(simulated: Simulator, gigabits: int) -> None:
     print()
 
 
-def print_efficiency(simulated: Simulator) -> None:
-    lines = (10, 25, 100)
+def print_weak_scaling(simulated: Simulator) -> None:
     print(f"weak scaling, {IMAGES} images per GPU and step: speed as a share of N times the speed of one GPU\n")
-    print(f"{'model':<14}{'hosts':>6}{'GPUs':>6}" + "".join(f"{line:>8} Gbit/s" for line in lines))
+    print(f"{'model':<14}{'hosts':>6}{'GPUs':>6}" + "".join(f"{line:>8} Gbit/s" for line in LINES))
     for name, model in MODELS.items():
         for hosts, per_host in ((1, 8), (8, 8), (64, 8), (128, 4), (128, 8)):
-            shares = [efficiency(simulated, model, hosts, per_host, line) for line in lines]
-            cells = "".join(f"{share:>15.0%}" for share in shares)
-            print(f"{name:<14}{hosts:>6}{hosts * per_host:>6}{cells}")
+            steps = [step(simulated, model, Job(hosts, per_host, line, IMAGES)) for line in LINES]
+            print(f"{name:<14}{hosts:>6}{hosts * per_host:>6}" + "".join(f"{one.efficiency:>15.0%}" for one in steps))
+    print()
 
 
-def efficiency(simulated: Simulator, model: Model, hosts: int, per_host: int, gigabits: int) -> float:
-    """Return the computation time of a step, divided by its time with communication."""
-    computing = model.seconds
-    finished = 0.0
-    for ready, size in batches_of_gradients(model):
-        finished = max(finished, ready) + transfer(simulated, hosts, per_host, size, gigabits)
-    return computing / max(computing, finished)
+def print_strong_scaling(simulated: Simulator) -> None:
+    print(
+        f"strong scaling, {ALL_IMAGES} images per step of all GPUs: speed as a share of N times the speed of one GPU\n"
+    )
+    print(f"{'model':<14}{'GPUs':>6}{'images each':>13}" + "".join(f"{line:>8} Gbit/s" for line in LINES))
+    for name, model in MODELS.items():
+        for hosts in (1, 8, 32, 64, 128):
+            ranks = hosts * PER_HOST
+            steps = [step(simulated, model, Job(hosts, PER_HOST, line, ALL_IMAGES / ranks)) for line in LINES]
+            shares = "".join(f"{one.efficiency:>15.0%}" for one in steps)
+            print(f"{name:<14}{ranks:>6}{ALL_IMAGES // ranks:>13}{shares}")
+    print()
 
 
-def batches_of_gradients(model: Model) -> Sequence[tuple[float, float]]:
-    """Return the groups of gradients that are exchanged together: when they are ready within the step, and their bytes.
+def print_exchanges(simulated: Simulator, gigabits: int) -> None:
+    print(f"ways to exchange gradients, {IMAGES} images per GPU and pass, {gigabits} Gbit/s: the same share\n")
+    print(f"{'model':<14}{'GPUs':>6}" + "".join(f"{name:>12}" for name in EXCHANGES))
+    for name, model in MODELS.items():
+        for hosts in (1, 8, 64, 128):
+            job = Job(hosts, PER_HOST, gigabits, IMAGES)
+            steps = [step(simulated, model, job, exchange) for exchange in EXCHANGES.values()]
+            print(f"{name:<14}{hosts * PER_HOST:>6}" + "".join(f"{one.efficiency:>12.0%}" for one in steps))
+    print()
+
+
+def print_steps(simulated: Simulator, gigabits: int) -> None:
+    print(f"times of a step, {IMAGES} images per GPU, {gigabits} Gbit/s: ms\n")
+    print(
+        f"{'model':<14}{'GPUs':>6}{'computing':>11}{'exchange':>10}{'visible':>9}{'link':>8}{'in host':>9}{'rest':>8}"
+    )
+    for name, model in MODELS.items():
+        for hosts in (1, 8, 64, 128):
+            one = step(simulated, model, Job(hosts, PER_HOST, gigabits, IMAGES))
+            rest = one.exchange - one.link - one.in_host
+            cells = f"{one.computing * 1e3:>11.1f}{one.exchange * 1e3:>10.1f}{(one.total - one.computing) * 1e3:>9.1f}"
+            cells += f"{one.link * 1e3:>8.1f}{one.in_host * 1e3:>9.1f}{rest * 1e3:>8.1f}"
+            print(f"{name:<14}{hosts * PER_HOST:>6}{cells}")
+
+
+def step(simulated: Simulator, model: Model, job: Job, exchange: Exchange | None = None) -> Step:
+    """Return the times of a step, by default with the average of gradients."""
+    exchange = exchange or Exchange()
+    one_pass = job.images / model.images_per_second
+    computing = exchange.passes * one_pass
+    finished = transferring = 0.0
+    for ready, size in batches_of_gradients(model, one_pass, exchange):
+        seconds = transfer(simulated, job, size, adasum=exchange.adasum)
+        finished = max(finished, computing - one_pass + ready) + seconds
+        transferring += seconds
+    size = exchange.bytes_per_number * model.parameters
+    link = 2 * (job.hosts - 1) / job.hosts * size * PER_BYTE_AT_1_GBIT / job.gigabits
+    return Step(computing, max(computing, finished), transferring, link, in_host(job, size))
+
+
+def batches_of_gradients(model: Model, one_pass: float, exchange: Exchange) -> Sequence[tuple[float, float]]:
+    """Return the groups of gradients that are exchanged together: when they are ready in a pass, and their bytes.
 
     The real engine exchanges ready gradients, up to the fusion threshold, as soon as the previous exchange has ended.
-    The simulation waits until the threshold is reached or the backward pass has ended, so it overlaps less.
+    The simulation waits until the threshold is reached by float32 gradients or the backward pass has ended, so it
+    overlaps less.
     """
     total = 4 * model.parameters
-    begin, duration = (1 - BACKWARD) * model.seconds, BACKWARD * model.seconds
+    begin, duration = (1 - BACKWARD) * one_pass, BACKWARD * one_pass
     batches = []
     left = total
     while left > 0:
         size = min(left, float(FUSION_BYTES))
         left -= size
         done = (total - left) / total
-        late = max(0.0, (done - model.early) / (1 - model.early))
-        batches.append((begin + duration * late, size))
+        late = 1.0 if exchange.after else max(0.0, (done - model.early) / (1 - model.early))
+        batches.append((begin + duration * late, size / 4 * exchange.bytes_per_number))
     return batches
 
 
-def transfer(simulated: Simulator, hosts: int, per_host: int, size: float, gigabits: int) -> float:
+def transfer(simulated: Simulator, job: Job, size: float, *, adasum: bool) -> float:
     """Return the seconds from the request of an allreduce to its result."""
-    seconds = simulated.cycle(hosts, per_host, FAN_IN)[0]
-    if per_host > 1:
-        seconds += 2 * (per_host - 1) / per_host * size * PER_BYTE_IN_HOST
-    return seconds + (simulated.allreduce(hosts, per_host, size, "ours", gigabits) if hosts > 1 else 0.0)
+    seconds = simulated.cycle(job.hosts, job.per_host, FAN_IN)[0]
+    if adasum:
+        return seconds + simulated.adasum(job.hosts, job.per_host, size, job.gigabits)
+    seconds += in_host(job, size)
+    if job.hosts > 1:
+        seconds += simulated.allreduce(job.hosts, job.per_host, size, "ours", job.gigabits)
+    return seconds
+
+
+def in_host(job: Job, size: float) -> float:
+    """Return the seconds in which the ranks of a host combine their data."""
+    return 2 * (job.per_host - 1) / job.per_host * size * PER_BYTE_IN_HOST
 
 
 def _costs(gigabits: int) -> tuple[float, ...]:

@@ -8,6 +8,7 @@
 //   reducescatter HOSTS BYTES ALGORITHM COSTS      -> the same
 //   broadcast HOSTS BYTES ROUTE COSTS              -> the same
 //   alltoall HOSTS RANKS_PER_HOST BYTES ALGORITHM COSTS -> the same
+//   adasum HOSTS RANKS_PER_HOST BYTES COSTS        -> the same
 //   start HOSTS RANKS_PER_HOST COSTS               -> seconds, messages of a rank and of the
 //                                                     server, and bytes that the server sends
 //   stragglers HOSTS MEAN COSTS                    -> seconds of a step beyond MEAN
@@ -16,8 +17,8 @@
 // its share of the bytes over its share of the link, so the program simulates one lane. ALGORITHM
 // is ring, halving, doubling, direct, Bruck or ours, the core's own choice. ROUTE is tree or ours.
 // The link of the last host is slower by SLOWNESS. The BYTES of an alltoall are those from one rank
-// to another. A step with stragglers is an allreduce of 4 KiB, before which every rank computes for
-// a random time with an exponential distribution.
+// to another. Adasum sums one tensor. A step with stragglers is an allreduce of 4 KiB, before which
+// every rank computes for a random time with an exponential distribution.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -28,6 +29,7 @@
 #include <string>
 #include <vector>
 
+#include "collectives/adasum.h"
 #include "collectives/allreduce_links.h"
 #include "collectives/alltoall.h"
 #include "collectives/broadcast.h"
@@ -201,6 +203,29 @@ void Alltoall() {
   Print(network, size);
 }
 
+void Adasum() {
+  constexpr size_t kProducts = kCacheLine / 2;  // the bytes of a message without tensor elements
+  int hosts = 0, per_host = 0;
+  double bytes = 0;
+  NetworkCosts costs;
+  std::cin >> hosts >> per_host >> bytes >> costs;
+  costs.per_byte *= per_host;  // a rank's share of the link
+  const int size = hosts * per_host;
+  std::vector<int> host_of;
+  for (int rank = 0; rank < size; ++rank) host_of.push_back(rank / per_host);
+  // The shortest piece of the tensor is one cache line; `scale` accounts for the real size.
+  const size_t count = static_cast<size_t>(size) * kCacheLine / sizeof(float);
+  const double scale = bytes / static_cast<double>(count * sizeof(float));
+  VirtualNetwork network(host_of, costs, scale, kProducts);
+  network.OnEveryRank([&](Transport& transport) {
+    std::vector<float> data(count, 1.0f);
+    Require(AdasumTree(transport, DType::kFloat32, Span<const size_t>(&count, 1),
+                       reinterpret_cast<std::byte*>(data.data()),
+                       Deadline::AfterSeconds(kPatience)));
+  });
+  Print(network, size);
+}
+
 AddressRecord AddressOf(int rank, int per_host) {
   const std::string host = std::to_string(rank / per_host);
   AddressRecord record;
@@ -292,7 +317,7 @@ int main() {
       {"negotiate", sparkhvd::Negotiate},         {"allreduce", sparkhvd::Allreduce},
       {"reducescatter", sparkhvd::Reducescatter}, {"broadcast", sparkhvd::Broadcast},
       {"alltoall", sparkhvd::Alltoall},           {"start", sparkhvd::Start},
-      {"stragglers", sparkhvd::Stragglers},
+      {"stragglers", sparkhvd::Stragglers},       {"adasum", sparkhvd::Adasum},
   };
   std::string kind;
   while (std::cin >> kind) {

@@ -39,9 +39,14 @@ struct VirtualRank {
 class VirtualNetwork {
  public:
   // `hosts[r]` is the host of rank r. A byte of a message counts as `scale` bytes, so that large
-  // data needs little memory.
-  VirtualNetwork(std::vector<int> hosts, const NetworkCosts& costs, double scale = 1)
-      : hosts_(std::move(hosts)), costs_(costs), scale_(scale), ranks_(hosts_.size()) {}
+  // data needs little memory. Messages up to `unscaled` bytes count as they are.
+  VirtualNetwork(std::vector<int> hosts, const NetworkCosts& costs, double scale = 1,
+                 size_t unscaled = 0)
+      : hosts_(std::move(hosts)),
+        costs_(costs),
+        scale_(scale),
+        unscaled_(unscaled),
+        ranks_(hosts_.size()) {}
 
   // Makes the rank's link between hosts slower by `factor`, in both directions. Call it before the
   // ranks run.
@@ -126,7 +131,7 @@ class VirtualNetwork {
   Ticket Send(int rank, int peer, ConstBytes data) {
     Rank& self = At(rank);
     const bool local = hosts_[static_cast<size_t>(rank)] == hosts_[static_cast<size_t>(peer)];
-    const double bytes = static_cast<double>(data.size()) * scale_;
+    const double bytes = static_cast<double>(data.size()) * (data.size() > unscaled_ ? scale_ : 1);
     Rank& receiver = At(peer);
     const double line = bytes * (local ? costs_.per_byte_in_host : costs_.per_byte);
     const double sending = line * (local ? 1 : self.slowness);
@@ -204,6 +209,7 @@ class VirtualNetwork {
   const std::vector<int> hosts_;
   const NetworkCosts costs_;
   const double scale_;
+  const size_t unscaled_;
   std::deque<Rank> ranks_;
 };
 
