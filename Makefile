@@ -110,6 +110,7 @@ bench: .venv/.core-built ## Measure collectives, training steps, the data path, 
 	@$(RUN) python -m bench.collectives
 	@if [ "$$(id -u)" = 0 ]; then $(RUN) python -m bench.network; fi
 	@if [ "$$(id -u)" = 0 ]; then $(RUN) python -m bench.hosts; fi
+	@if [ "$$(id -u)" = 0 ]; then $(RUN) python -m bench.scaling; fi
 	@$(RUN) python -m bench.training_step
 	@$(RUN) python -m bench.idle
 	@$(RUN) python -m bench.simulate

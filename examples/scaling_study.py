@@ -22,7 +22,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from synthetic_benchmark import Options, add_options, arguments_of, images_per_second, options_of, report, spark_session
+from synthetic_benchmark import (
+    EXCHANGES,
+    Options,
+    add_options,
+    arguments_of,
+    images_per_second,
+    options_of,
+    report,
+    spark_session,
+)
 
 import sparkhvd
 
@@ -31,13 +40,6 @@ if TYPE_CHECKING:
 
 _BENCHMARK = Path(__file__).with_name("synthetic_benchmark.py")
 _TOTAL = re.compile(r"Total img/sec on \d+ .PU\(s\): ([\d.]+) \+-([\d.]+)")
-# Ways to exchange gradients, as changes of the settings.
-EXCHANGES = {
-    "average": {},
-    "fp16": {"fp16_allreduce": True},
-    "adasum": {"use_adasum": True},
-    "every 4th": {"backward_passes_per_step": 4},
-}
 
 
 @dataclass(frozen=True)

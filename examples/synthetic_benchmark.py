@@ -13,6 +13,7 @@ mpirun -np 2 python examples/synthetic_benchmark.py --launcher none
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
 from dataclasses import dataclass
@@ -42,11 +43,22 @@ class Options:
     batches: int = 5
     iterations: int = 5
     backward_passes_per_step: int = 1
+    local_steps: int = 0
     fp16_allreduce: bool = False
     use_adasum: bool = False
     threads: int = 1
     cuda: bool = False
 
+
+# Ways to exchange gradients, as changes of the options.
+EXCHANGES: dict[str, dict[str, Any]] = {
+    "average": {},
+    "fp16": {"fp16_allreduce": True},
+    "adasum": {"use_adasum": True},
+    "every 4th": {"backward_passes_per_step": 4},
+    "local SGD": {"local_steps": 4},
+    "none": {"local_steps": 1_000_000},  # no rank waits for another: the speed of the processors alone
+}
 
 # The arguments of the command line: the field of the options, and a description.
 _ARGUMENTS = {
@@ -62,6 +74,10 @@ _ARGUMENTS = {
     "--backward-passes-per-step": (
         "backward_passes_per_step",
         "batches whose gradients a rank adds before an exchange",
+    ),
+    "--local-steps": (
+        "local_steps",
+        "steps after which the ranks average their weights instead of exchanging gradients (local SGD); 0 turns it off",
     ),
     "--fp16-allreduce": ("fp16_allreduce", "send gradients as float16"),
     "--use-adasum": ("use_adasum", "combine gradients by Adasum"),
@@ -96,17 +112,24 @@ def _torch_training(options: Options) -> Any:
     torch.set_num_threads(options.threads)
     device = torch.device("cuda", hvd.local_rank()) if options.cuda else torch.device("cpu")
     model = torch_network(options.model, options.width, options.num_classes, options.image_size).to(device)
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.01),
-        model.named_parameters(),
-        compression=hvd.Compression.fp16 if options.fp16_allreduce else hvd.Compression.none,
-        backward_passes_per_step=options.backward_passes_per_step,
-        op=hvd.Adasum if options.use_adasum else hvd.Average,
-    )
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01)
+    if not options.local_steps:
+        optimizer = hvd.DistributedOptimizer(
+            optimizer,
+            model.named_parameters(),
+            compression=hvd.Compression.fp16 if options.fp16_allreduce else hvd.Compression.none,
+            backward_passes_per_step=options.backward_passes_per_step,
+            op=hvd.Adasum if options.use_adasum else hvd.Average,
+        )
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     images = torch.randn(options.batch_size, 3, options.image_size, options.image_size, device=device)
     labels = torch.randint(options.num_classes, (options.batch_size,), device=device)
+
+    steps = itertools.count(1)
+
+    def average_weights() -> None:
+        hvd.grouped_allreduce_([parameter.data for parameter in model.parameters()], name="weights")
 
     def train(batches: int) -> None:
         for _ in range(batches):
@@ -114,6 +137,8 @@ def _torch_training(options: Options) -> Any:
             for _ in range(options.backward_passes_per_step):
                 torch.nn.functional.cross_entropy(model(images), labels).backward()
             optimizer.step()
+            if options.local_steps and next(steps) % options.local_steps == 0:
+                average_weights()
         if options.cuda:
             torch.cuda.synchronize()
 
@@ -181,27 +206,40 @@ def _keras_training(options: Options) -> Any:
     import numpy as np
 
     import sparkhvd.keras as hvd
+    import sparkhvd.numpy as arrays
 
     hvd.init()
     _use_devices(keras.backend.backend(), hvd.local_rank(), options)
     keras.utils.set_random_seed(0)
     model = keras_network(options.model, options.width, options.num_classes, options.image_size)
-    optimizer = hvd.DistributedOptimizer(
-        keras.optimizers.SGD(0.01),
-        compression=hvd.Compression.fp16 if options.fp16_allreduce else hvd.Compression.none,
-        backward_passes_per_step=options.backward_passes_per_step,
-        op=hvd.Adasum if options.use_adasum else hvd.Average,
-    )
+    optimizer = keras.optimizers.SGD(0.01)
+    if not options.local_steps:
+        optimizer = hvd.DistributedOptimizer(
+            optimizer,
+            compression=hvd.Compression.fp16 if options.fp16_allreduce else hvd.Compression.none,
+            backward_passes_per_step=options.backward_passes_per_step,
+            op=hvd.Adasum if options.use_adasum else hvd.Average,
+        )
     model.compile(optimizer, loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     random = np.random.default_rng(0)
     shape = (options.batch_size, options.image_size, options.image_size, 3)
     batch = random.standard_normal(shape, dtype=np.float32), random.integers(options.num_classes, size=shape[0])
-    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
+    steps = itertools.count(1)
+
+    def average_weights(*_: Any, **__: Any) -> None:
+        if options.local_steps and next(steps) % options.local_steps == 0:
+            weights = [keras.ops.convert_to_numpy(weight) for weight in model.trainable_weights]
+            means = arrays.grouped_allreduce(weights, name="weights")
+            for weight, mean in zip(model.trainable_weights, means, strict=True):
+                weight.assign(mean)
+
+    first = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]  # gives all ranks the same weights
 
     def train(batches: int) -> None:
         passes = batches * options.backward_passes_per_step
+        callbacks = [*first, keras.callbacks.LambdaCallback(on_train_batch_end=average_weights)]
         model.fit(_repeated(batch), steps_per_epoch=passes, callbacks=callbacks, shuffle=False, verbose=0)
-        callbacks.clear()  # the first call has given all ranks the same weights
+        first.clear()
 
     return train
 

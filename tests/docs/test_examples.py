@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from examples.synthetic_benchmark import torch_network
+from examples.synthetic_benchmark import EXCHANGES, torch_network
 from tests.scripts import run_in_session
 
 if TYPE_CHECKING:
@@ -133,12 +133,13 @@ def test_scaling_study_compares_numbers_of_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_scaling_study_measures_keras_and_every_exchange(tmp_path: Path) -> None:
-    exchanges = ("average", "fp16", "adasum", "every 4th")
-    keras = ["--framework", "keras", "--model", "vgg16", "--launcher", "sparkhvdrun", "--num-proc", "1", "2"]
-    output = _run(tmp_path, "scaling_study.py", *keras, "--exchange", *exchanges, *_SMALL_NETWORK, *_FEW_BATCHES)
-    rows = re.findall(r"^(average|fp16|adasum|every 4th) +([12]) .*%", output, re.MULTILINE)
-    assert rows == [(exchange, ranks) for exchange in exchanges for ranks in "12"]
+@pytest.mark.parametrize("framework", ["keras", "torch"])
+def test_scaling_study_measures_both_frameworks_and_every_exchange(tmp_path: Path, framework: str) -> None:
+    exchanges = tuple(EXCHANGES)
+    job = ["--framework", framework, "--model", "vgg16", "--launcher", "sparkhvdrun", "--num-proc", "2"]
+    output = _run(tmp_path, "scaling_study.py", *job, "--exchange", *exchanges, *_SMALL_NETWORK, *_FEW_BATCHES)
+    rows = re.findall(rf"^({'|'.join(exchanges)}) +2 .*%", output, re.MULTILINE)
+    assert rows == list(exchanges)
 
 
 @pytest.mark.parametrize(
