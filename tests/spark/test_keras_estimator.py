@@ -159,7 +159,7 @@ def reader_of_texts(reviews):
         "kind": keras.Input((), dtype="string", name="kind"),
         "price": keras.Input((1,), name="price"),
     }
-    words = keras.layers.Flatten()(keras.layers.Embedding(20, 4)(vectorize(inputs["review"])))
+    words = keras.layers.GlobalAveragePooling1D()(keras.layers.Embedding(20, 4)(vectorize(inputs["review"])))
     joined = keras.layers.Concatenate()([words, lookup(inputs["kind"]), inputs["price"]])
     return keras.Model(inputs, keras.layers.Dense(1, activation="sigmoid", name="liked")(joined))
 
