@@ -15,7 +15,7 @@ import numpy as np
 from sparkhvd._util.counts import counted
 from sparkhvd.comm.elastic import loop
 from sparkhvd.comm.elastic.loop import P, Result, S
-from sparkhvd.comm.elastic.state import ObjectState, State
+from sparkhvd.comm.elastic.state import ObjectState, State, copied_arrays
 from sparkhvd.errors import ConfigError, HorovodInternalError, HostsUpdatedInterrupt
 from sparkhvd.keras.variables import broadcast_variables, is_built, refresh_constants, shared_variables
 
@@ -88,9 +88,9 @@ class KerasState(ObjectState):
     def save(self) -> None:
         """Keep a copy of the variables and values in memory."""
         variables = shared_variables(self.model, self.optimizer)
-        self._saved_variables = [np.array(keras.ops.convert_to_numpy(variable)) for variable in variables]
-        self._saved_optimizer = self.optimizer
+        values, optimizer = [_array_of(variable) for variable in variables], self.optimizer
         super().save()
+        self._saved_variables, self._saved_optimizer = copied_arrays(values, self._saved_variables), optimizer
 
     def restore(self) -> None:
         """Return to the state of the last commit or ``sync``, including the optimizer that the model had then."""
@@ -104,7 +104,7 @@ class KerasState(ObjectState):
                 f"{len(variables)}. Build and compile the model as it was at the commit before the state is restored."
             )
         for variable, value in zip(variables, self._saved_variables, strict=True):
-            variable.assign(value)
+            variable.assign(value.copy())  # the variable may use the memory of the array, which commits overwrite
         refresh_constants(self.model)
         super().restore()
 
@@ -230,3 +230,10 @@ class UpdateEpochStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
         """Count the epoch."""
         self._state.epoch += 1
+
+
+def _array_of(variable: Any) -> Any:
+    """Return the value of a variable as an array, which shares the memory of a variable on the CPU."""
+    if keras.config.backend() == "tensorflow":  # whose convert_to_numpy copies
+        return np.asarray(keras.ops.convert_to_tensor(variable))
+    return keras.ops.convert_to_numpy(variable)

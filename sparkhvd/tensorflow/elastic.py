@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from sparkhvd.comm.elastic import loop
 from sparkhvd.comm.elastic.loop import P, Result, S
-from sparkhvd.comm.elastic.state import ObjectState, State
+from sparkhvd.comm.elastic.state import ObjectState, State, copied_arrays
 from sparkhvd.errors import ConfigError, HorovodInternalError, HostsUpdatedInterrupt
 from sparkhvd.tensorflow.states import broadcast_variables
 from sparkhvd.tensorflow.tensors import own_failures
@@ -76,13 +76,15 @@ class TensorFlowState(ObjectState):
 
     def save(self) -> None:
         """Keep a copy of the variables and values in memory."""
-        self._saved_variables = [np.array(tf.convert_to_tensor(variable).numpy()) for variable in self.variables]
+        # An array shares the memory of a variable on the CPU; ``numpy()`` would copy it.
+        values = [np.asarray(tf.convert_to_tensor(variable)) for variable in self.variables]
         super().save()
+        self._saved_variables = copied_arrays(values, self._saved_variables)
 
     def restore(self) -> None:
         """Return to the last commit or ``sync``."""
         for variable, value in zip(self.variables, self._saved_variables, strict=True):
-            variable.assign(value)
+            variable.assign(value.copy())  # the variable may use the memory of the array, which commits overwrite
         super().restore()
 
     def _describe_parts(self) -> list[str]:

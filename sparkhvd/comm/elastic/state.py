@@ -6,10 +6,12 @@ import copy
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import cloudpickle
 import numpy as np
+import numpy.typing as npt
 
 from sparkhvd._util.class_pickling import PeerPickler, dumps
 from sparkhvd.comm import objects, session
@@ -213,6 +215,17 @@ class ObjectState(State):
 
     def _current_values(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self._values}
+
+
+def copied_arrays(arrays: Sequence[npt.NDArray[Any]], earlier: Sequence[npt.NDArray[Any]]) -> list[npt.NDArray[Any]]:
+    """Return copies of arrays. They reuse the memory of ``earlier``, the previous copies, where the forms are equal."""
+    copies = [
+        known if (known.shape, known.dtype) == (array.shape, array.dtype) else np.empty_like(array, order="C")
+        for array, known in zip_longest(arrays, earlier[: len(arrays)], fillvalue=np.empty(0, np.void))
+    ]
+    for array, copy_of_array in zip(arrays, copies, strict=True):
+        np.copyto(copy_of_array, array)
+    return copies
 
 
 def _require_copyable(values: Mapping[str, Any]) -> None:

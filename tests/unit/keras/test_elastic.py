@@ -122,3 +122,26 @@ def test_commits_count_batches_that_keras_runs_together(alone, together, commits
     callback = hvd.elastic.CommitStateCallback(Counting(), 3)
     model.fit(*rows(), batch_size=8, epochs=2, shuffle=False, verbose=0, callbacks=[callback])
     assert seen == commits, "every third batch, and the last of an epoch"
+
+
+def commit_and_train():
+    """Commits reuse their memory, and neither training nor a restore changes them."""
+    model = network()
+    part = slice(None)
+    fitted(model, hvd.DistributedOptimizer(keras.optimizers.Adam(0.05)), part, 8)
+    state = hvd.elastic.KerasState(model)
+    addresses = [value.ctypes.data for value in state._saved_variables]
+    for _ in range(2):
+        model.fit(*rows_of(part), verbose=0, shuffle=False)
+        state.commit()
+        expected = [np.array(keras.ops.convert_to_numpy(one)) for one in state._saved_variables]
+        for _ in range(2):
+            model.fit(*rows_of(part), verbose=0, shuffle=False)
+            state.restore()
+            for value, weight in zip(expected, model.get_weights(), strict=False):
+                np.testing.assert_array_equal(value, weight)
+    assert [value.ctypes.data for value in state._saved_variables] == addresses
+
+
+def test_commits_reuse_their_memory_and_training_does_not_change_them(alone):
+    commit_and_train()

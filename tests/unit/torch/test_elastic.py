@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
@@ -240,6 +242,67 @@ def test_a_commit_reuses_the_memory_of_the_previous_commit_and_keeps_tensors_of_
     assert model.weight.tolist() == [[3.0] * 2] * 3
     assert bool((model.image == 3.0).all())
     assert model.growing.tolist() == model.expanded[:3].tolist() == [3.0] * 3
+
+
+class Failing(torch.nn.Module):
+    """A module whose state fails when asked to."""
+
+    fails = False
+
+    def get_extra_state(self) -> dict[str, int]:
+        if self.fails:
+            raise ValueError("no state today")
+        return {"known": 1}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        assert state == {"known": 1}
+
+
+@pytest.mark.parametrize("fault", ["a model", "a value"])
+def test_an_error_in_a_commit_leaves_the_previous_commit_whole(fault):
+    model, failing = torch.nn.Linear(2, 1, bias=False), Failing()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    state = hvd.elastic.TorchState(model, optimizer, failing=failing, step=0)
+    for number in (1, 2, 3):
+        with torch.no_grad():
+            model.weight.fill_(number)
+        optimizer.param_groups[0]["lr"], state.step = number, number
+        if number == 3:
+            failing.fails = fault == "a model"
+            state.step = threading.Lock() if fault == "a value" else number
+            with pytest.raises((ValueError, ConfigError)):
+                state.commit()
+        else:
+            state.commit()
+    state.restore()
+    assert (model.weight.tolist(), optimizer.param_groups[0]["lr"], state.step) == ([[2.0, 2.0]], 2, 2)
+
+
+@pytest.mark.parametrize("change", ["data", "parameter", "dtype", "order", "nothing"])
+def test_a_commit_follows_a_model_whose_tensors_are_replaced(change):
+    model = torch.nn.ParameterDict({"first": torch.zeros(2, 3), "second": torch.zeros(6)})
+    state = hvd.elastic.TorchState(model)
+    state.commit()
+    state.commit()
+    with torch.no_grad():
+        if change == "data":
+            model["first"].data = model["first"].data.view(3, 2)
+        elif change == "parameter":
+            model["first"] = torch.nn.Parameter(torch.zeros(3, 2))
+        elif change == "dtype":
+            model["first"].data = model["first"].data.view(torch.bfloat16).view(torch.float16).view(torch.float32)
+            model["second"] = torch.nn.Parameter(model["second"].data.view(torch.int32), requires_grad=False)
+        elif change == "order":
+            model["first"] = model.pop("first")
+        for value in model.values():
+            value.copy_(torch.arange(1, 7).reshape(value.shape))
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    state.commit()
+    saved = state._parts["model"].saved
+    assert list(saved) == list(expected)
+    for name, value in expected.items():
+        assert saved[name].dtype is value.dtype
+        assert torch.equal(saved[name], value), name
 
 
 def test_a_commit_keeps_up_with_an_optimizer_whose_state_grows():
