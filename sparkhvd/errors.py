@@ -111,7 +111,7 @@ class SchemaError(DataError):
 
 
 class ParamError(SparkHvdError, ValueError):
-    """A parameter of an estimator, a model or a search is missing or invalid, or contradicts another."""
+    """A parameter of an estimator, model, search or elastic fit is missing or invalid, or contradicts another."""
 
 
 class ModelOutputError(ParamError):

@@ -18,6 +18,12 @@ from sparkhvd._util.counts import counted
 from sparkhvd.comm import session
 from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.errors import ConfigError
+from sparkhvd.lightning.elastic import (
+    ElasticFit,
+    ElasticLauncher,
+    renew_distributed_sampler,
+    require_elastic_parts,
+)
 from sparkhvd.lightning.normalization import ReplacedNormalizations
 from sparkhvd.lightning.reductions import SharedMetrics, reduce_tensor, stack_over_ranks
 from sparkhvd.torch.buffers import copies_of_buffers, synchronize_buffers, take_buffers
@@ -40,6 +46,8 @@ class RankStrategy:
         groups: gradients that are sent together: a number of groups, or their parameters.
         gradient_predivide_factor: divisor of the gradients before their sum, against overflow in small floats.
         sparse_as_dense: whether sparse gradients are made dense before they are sent.
+        elastic: whether ``Trainer.fit`` survives changes of the ranks in an elastic job.
+        batches_per_commit: the number of batches after which an elastic fit commits its state in memory.
         **parts: arguments of ``ParallelStrategy``.
     """
 
@@ -53,6 +61,7 @@ class RankStrategy:
     parallel_devices: Any
     precision_plugin: Any
     _layer_sync: Any
+    _launcher: Any
 
     def __init__(
         self,
@@ -61,8 +70,12 @@ class RankStrategy:
         groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
         gradient_predivide_factor: float = 1.0,
         sparse_as_dense: bool = False,
+        elastic: bool = False,
+        batches_per_commit: int = 1,
         **parts: Any,
     ) -> None:
+        if batches_per_commit < 1:
+            raise ConfigError(f"batches_per_commit must be at least 1, got {batches_per_commit}.")
         super().__init__(**{"cluster_environment": self.environment_class(), **parts})
         self._groups = 0 if groups is None else groups
         self._settings = ExchangeSettings(
@@ -73,6 +86,9 @@ class RankStrategy:
         self._normalizations: ReplacedNormalizations | None = None
         self._blocked = False
         self._fitting = False
+        self._elastic, self._batches_per_commit = elastic, batches_per_commit
+        self.elastic_fit: ElasticFit | None = None  # while an elastic fit runs
+        self._keeps_buffers = False  # see unsynchronized_buffers
         self._gathers_gradients = False  # whether all ranks must take part in every backward pass
         # Within an epoch, while the module has synchronized buffers: this rank's own ones, and the synchronized ones.
         self.own_buffers: dict[str, Any] | None = None
@@ -109,7 +125,8 @@ class RankStrategy:
     @property
     def is_distributed(self) -> bool:
         """Return whether Lightning partitions the rows of its loaders among ranks, and reduces logged values."""
-        return self.world.size > 1
+        divides_rows = self.elastic_fit is not None and self.elastic_fit.divides_rows
+        return self.world.size > 1 and not divides_rows
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -142,6 +159,8 @@ class RankStrategy:
     def setup(self, trainer: Any) -> None:
         """Broadcast the parameters of rank 0, and start to exchange gradients if this is a fit."""
         fitting = trainer.state.fn == "fit"
+        if self.elastic_fit is not None:
+            self.elastic_fit.load_modules()
         if fitting and self._layer_sync is not None:  # Trainer(sync_batchnorm=True)
             self._normalizations = ReplacedNormalizations(self.lightning_module)
         super().setup(trainer)  # type: ignore[misc]
@@ -151,6 +170,8 @@ class RankStrategy:
         self._fitting = fitting
         if fitting:
             self._refuse_unsupported_optimizers()
+            if self._elastic:
+                require_elastic_parts(trainer)
             self._begin_exchange()
             interval = getattr(trainer, "_val_check_time_interval", None)  # Lightning has it since version 2.6
             if interval is not None:
@@ -178,6 +199,20 @@ class RankStrategy:
                     "LBFGS decides from the loss of its own rank how many evaluations a step takes, so the ranks would "
                     "diverge. Use another optimizer."
                 )
+
+    def _configure_launcher(self) -> None:
+        """Set the launcher to which Lightning passes ``fit``."""
+        self._launcher = ElasticLauncher(self, self._batches_per_commit) if self._elastic else None
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Divide the rows of the training loader of an elastic fit among the ranks."""
+        dataloader = super().process_dataloader(dataloader)  # type: ignore[misc]
+        if self.elastic_fit is None:
+            return dataloader
+        if self.lightning_module.trainer.training:
+            return self.elastic_fit.divided(dataloader)
+        renew_distributed_sampler(dataloader, self.world.rank, self.world.size)
+        return dataloader
 
     def _begin_exchange(self) -> None:
         names = {parameter: f"gradient.{name}" for name, parameter in self.lightning_module.named_parameters()}
@@ -339,8 +374,18 @@ class RankStrategy:
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the weights for a checkpoint; Lightning calls this on all ranks, and then ``save_checkpoint``."""
-        self.synchronize_within_epoch()
+        if not self._keeps_buffers:
+            self.synchronize_within_epoch()
         return cast("dict[str, Any]", super().lightning_module_state_dict())  # type: ignore[misc]
+
+    @contextmanager
+    def unsynchronized_buffers(self) -> Iterator[None]:
+        """Leave the buffers of the ranks as they are in the checkpoints of this block."""
+        self._keeps_buffers = True
+        try:
+            yield
+        finally:
+            self._keeps_buffers = False
 
     def save_checkpoint(self, checkpoint: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
         """Save a checkpoint, and continue with this rank's own buffers, unless a validation still runs."""
@@ -379,8 +424,10 @@ class RankStrategy:
         """Return the object of rank ``src``; this rank's own if an exception is ending it."""
         return obj if self._is_ending() else hvd.broadcast_object(obj, root_rank=src)
 
-    def barrier(self, name: str | None = None) -> None:  # noqa: ARG002  (Lightning's signature)
+    def barrier(self, name: str | None = None) -> None:
         """Wait until every rank calls this; return at once if an exception is ending this rank."""
+        if self.elastic_fit is not None and name == "train_dataloader()":
+            self.elastic_fit.divides_rows = True  # Lightning calls this right before it processes the training loader
         if not self._is_ending():
             hvd.barrier()
 

@@ -67,14 +67,23 @@ def broadcast_optimizer_state(
         ValueError: the parameter groups of this rank's optimizer differ from those of the root.
     """
     is_root = session.current().world.rank == root_rank
-    own: list[torch.Tensor] = []
-    outline = _outline(optimizer.state_dict(), own) if is_root else None
-    outline = broadcast_object(outline, root_rank, "broadcast_optimizer_state.outline", process_set)
-    tensors = own if is_root else [torch.empty(slot.shape, dtype=slot.dtype) for slot in _slots(outline)]
-    named = [(f"broadcast_optimizer_state.{index}", tensor) for index, tensor in enumerate(tensors)]
-    _overwrite(named, root_rank, process_set)
+    content = optimizer.state_dict() if is_root else None
+    content = broadcast_nested(content, root_rank, "broadcast_optimizer_state", process_set)
     if not is_root:
-        load_optimizer_state(optimizer, _filled(outline, tensors))
+        load_optimizer_state(optimizer, content)
+
+
+def broadcast_nested(value: Any, root_rank: int, name: str, process_set: ProcessSet | None = None) -> Any:
+    """Return the value of ``root_rank``: tensors, also in dicts, lists and tuples, and other objects; collective.
+
+    Other ranks than the root receive tensors in the memory of the CPU.
+    """
+    is_root = session.current().world.rank == root_rank
+    own: list[torch.Tensor] = []
+    outline = broadcast_object(_outline(value, own) if is_root else None, root_rank, f"{name}.outline", process_set)
+    tensors = own if is_root else [torch.empty(slot.shape, dtype=slot.dtype) for slot in _slots(outline)]
+    _overwrite([(f"{name}.{index}", tensor) for index, tensor in enumerate(tensors)], root_rank, process_set)
+    return value if is_root else _filled(outline, tensors)
 
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, content: dict[str, Any]) -> None:

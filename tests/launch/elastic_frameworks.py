@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 
 import numpy as np
@@ -155,68 +154,6 @@ def train_keras(folder: str):
             features, labels = (array[state.batch * KERAS_BATCH :] for array in keras_rows(state.epoch))
             model.fit(features, labels, KERAS_BATCH, shuffle=False, verbose=0, callbacks=callbacks)
         return model.get_weights(), starts
-
-    return loop(state)
-
-
-LIGHTNING_BATCH = 8
-
-
-def lightning_rows():
-    import torch  # noqa: PLC0415
-
-    features = torch.linspace(-1, 1, 48).reshape(-1, 1)
-    return features, features.square() + 2 * features
-
-
-def train_lightning(folder: str, sizes: tuple[int, ...]):
-    """Train with a Trainer per generation until the job has had these sizes; return the epochs' sizes and weights."""
-    import lightning.pytorch as lightning  # noqa: PLC0415
-    import torch  # noqa: PLC0415
-
-    import sparkhvd.torch as hvd  # noqa: PLC0415
-    from sparkhvd.lightning import SparkHvdStrategy  # noqa: PLC0415
-
-    class Line(lightning.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = torch.nn.Linear(1, 1)
-            torch.nn.init.zeros_(self.layer.weight)
-            torch.nn.init.zeros_(self.layer.bias)
-
-        def training_step(self, batch, index):
-            if (self.current_epoch, index, hvd.rank()) == (2, 1, 1) and once(folder, "killed"):
-                kill()
-            features, labels = batch
-            return torch.nn.functional.mse_loss(self.layer(features), labels)
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.5)
-
-    class Commit(lightning.Callback):
-        def on_train_epoch_start(self, trainer, module):
-            state.commit()
-
-        def on_train_epoch_end(self, trainer, module):
-            state.sizes = [*state.sizes, hvd.size()]
-            trainer.should_stop = [size for size, _ in itertools.groupby(state.sizes)] == list(sizes)
-
-    hvd.init()
-    last = Path(folder, "last.ckpt")
-    state = hvd.elastic.ObjectState(sizes=[])
-
-    @hvd.elastic.run
-    def loop(state):
-        saving = lightning.callbacks.ModelCheckpoint(folder, filename="last", enable_version_counter=False)
-        options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-        callbacks = [saving, Commit()]
-        trainer = lightning.Trainer(
-            strategy=SparkHvdStrategy(), accelerator="cpu", max_epochs=MOST_STEPS, callbacks=callbacks, **options
-        )
-        module = Line()
-        loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*lightning_rows()), LIGHTNING_BATCH)
-        trainer.fit(module, loader, ckpt_path=last if last.exists() else None)
-        return state.sizes, [value.tolist() for value in module.state_dict().values()]
 
     return loop(state)
 

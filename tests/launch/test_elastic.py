@@ -12,7 +12,6 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from torch.utils.data import DistributedSampler
 
 import sparkhvd
 from sparkhvd.driver.elastic import policy
@@ -430,35 +429,6 @@ def test_a_torch_training_that_loses_a_rank_ends_with_the_weights_of_an_undistur
             assert torch.allclose(torch.from_numpy(found[name]), value, atol=1e-5)
     assert set(weights) == {"weight", "bias"}
     assert len(results) == 1
-
-
-def test_a_trainer_of_lightning_continues_from_its_checkpoint_when_a_rank_is_lost_and_when_one_joins(tmp_path):
-    options = FAST | {"preload": ("torch._dynamo", "lightning.pytorch"), "elastic_timeout": 60}
-    arguments = (str(tmp_path), (2, 1, 2))
-    results = sparkhvd.run_elastic(frameworks.train_lightning, arguments, num_proc=2, min_num_proc=1, **options)
-    sizes = results[0][0]
-    model = torch.nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
-    for parameter in model.parameters():
-        torch.nn.init.zeros_(parameter)
-    features, labels = frameworks.lightning_rows()
-    for epoch, size in enumerate(sizes):
-        parts = [torch.arange(len(features))]
-        if size > 1:  # Lightning partitions the rows in a random order
-            samplers = [DistributedSampler(range(len(features)), size, rank) for rank in range(size)]
-            for sampler in samplers:
-                sampler.set_epoch(epoch)
-            parts = [torch.tensor([*sampler]) for sampler in samplers]
-        for batches in zip(*(part.split(frameworks.LIGHTNING_BATCH) for part in parts), strict=True):
-            rows = torch.cat(batches)
-            optimizer.zero_grad()
-            torch.nn.functional.mse_loss(model(features[rows]), labels[rows]).backward()
-            optimizer.step()
-    assert (sizes[:3], sizes[-1]) == ([2, 2, 1], 2)
-    for found_sizes, weights in results:
-        assert found_sizes == sizes
-        for found, expected in zip(weights, model.state_dict().values(), strict=True):
-            assert torch.allclose(torch.tensor(found), expected, atol=1e-5)
 
 
 def test_a_model_whose_state_dict_has_copies_is_synchronized():
