@@ -32,7 +32,12 @@ class SentModule(ModuleType):
 
     __path__: list[str]
     sent_version: str
+    sent_process: str
     sent_names: set[str]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return how a rank pickles the module: the other ranks have received it, too."""
+        return sent_module, (self.__name__, self.__package__, self.sent_version, self.sent_process)
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -110,15 +115,16 @@ def sent_module(name: str, package: str | None, version: str, process: str) -> M
         return existing
     if isinstance(existing, SentModule) and existing.sent_version == version:
         return existing
-    module = _new_module(name, package, version)
+    module = _new_module(name, package, version, process)
     if isinstance(existing, SentModule) or (existing is None and locate(name) is None):
         _register(name, module)
     return module
 
 
-def _new_module(name: str, package: str | None, version: str) -> SentModule:
+def _new_module(name: str, package: str | None, version: str, process: str) -> SentModule:
     module = SentModule(name)
-    module.__package__, module.__path__, module.sent_version, module.sent_names = package, [], version, set()
+    module.__package__, module.__path__ = package, []
+    module.sent_version, module.sent_process, module.sent_names = version, process, set()
     return module
 
 
@@ -127,7 +133,7 @@ def _register(name: str, module: ModuleType) -> None:
     parent, _, last = name.rpartition(".")
     if parent:
         if parent not in sys.modules:
-            _register(parent, _new_module(parent, parent, ""))
+            _register(parent, _new_module(parent, parent, "", ""))
         setattr(sys.modules[parent], last, module)
 
 

@@ -3,9 +3,11 @@ from __future__ import annotations
 import functools
 import importlib
 import linecache
+import pickle
 import pkgutil
 import subprocess
 import sys
+import textwrap
 import uuid
 from pathlib import Path
 
@@ -140,6 +142,25 @@ def test_functions_of_a_sent_module_change_the_attributes_of_the_module(training
     content = dumps((training.train, training.read), importable_nowhere)
     program = "train, read = objects[0]; print(train(), read())"
     assert run_in_new_process(program, content) == "(112, 112, 112, 112, 112) (112, 112, True)"
+
+
+def test_a_rank_sends_code_that_uses_a_sent_module_to_other_ranks_and_to_the_driver(project, tmp_path):
+    code = """
+    from ours import deep
+    def create():
+        class Words:
+            def first(self):
+                return deep.WORD.match("two").group(), deep
+        return Words()
+    """
+    (tmp_path / "script.py").write_text(textwrap.dedent(code))
+    script = importlib.import_module("script")
+    content = dumps(script.create, importable_nowhere)
+    pickling = "from sparkhvd._util.class_pickling import PeerPickler, dumps; "
+    returned = bytes.fromhex(run_in_new_process(f"{pickling}print(dumps(objects[0](), PeerPickler).hex())", content))
+    program = "word, module = objects[1].first(); print(word, module is objects[0].__globals__['deep'])"
+    assert run_in_new_process(program, content, returned) == "tw True"
+    assert pickle.loads(returned).first() == ("tw", importlib.import_module("ours.deep"))
 
 
 def test_a_later_pickle_keeps_the_globals_that_code_of_an_earlier_pickle_has_changed(training):
