@@ -34,8 +34,9 @@ class CMakeBuild(build_ext):
                 "-DCMAKE_BUILD_TYPE=Release",
             ]
         )
-        # Without a number, Make would compile all files at once.
-        self.spawn(["cmake", "--build", str(staging), "--target", "_core", "--parallel", str(os.cpu_count() or 1)])
+        # Without a number, make starts all compilers at once, which can exhaust the memory of the machine.
+        jobs = os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL", str(len(os.sched_getaffinity(0))))  # noqa: TID251
+        self.spawn(["cmake", "--build", str(staging), "--target", "_core", "--parallel", jobs])
         output.parent.mkdir(parents=True, exist_ok=True)
         # A running process may have the old file mapped, so replace the file and never write into it.
         partial = output.with_name(output.name + ".partial")

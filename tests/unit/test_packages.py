@@ -5,8 +5,10 @@ from __future__ import annotations
 import email
 import os
 import re
+import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import tomllib
 import zipfile
@@ -95,3 +97,28 @@ def test_the_metadata_matches_the_project(sdist: tuple[set[str], Message]) -> No
     assert len(always) == len(project["dependencies"])
     assert metadata["Description-Content-Type"] == "text/markdown"
     assert str(metadata.get_payload()).strip() == (_ROOT / "README.md").read_text().strip()
+
+
+def test_a_build_starts_one_compiler_per_processor_unless_cmakes_variable_sets_the_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copy(_ROOT / "setup.py", tmp_path)
+    (tmp_path / "sparkhvd").mkdir()
+    cmake = tmp_path / "bin" / "cmake"
+    cmake.parent.mkdir()
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    cmake.write_text(
+        f'#!/bin/sh\necho "$*" >>{tmp_path}/calls\ntest "$1" = -S || touch "$2/_core{suffix}"\nmkdir -p "$4"'
+    )
+    cmake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{cmake.parent}:/usr/bin:/bin")
+    for number in ("", "1"):
+        if number:
+            monkeypatch.setenv("CMAKE_BUILD_PARALLEL_LEVEL", number)
+        else:
+            monkeypatch.delenv("CMAKE_BUILD_PARALLEL_LEVEL", raising=False)
+        subprocess.run(
+            [sys.executable, "setup.py", "-q", "build_ext", "--inplace"], cwd=tmp_path, check=True, timeout=240
+        )
+        last_call = (tmp_path / "calls").read_text().splitlines()[-1]
+        assert last_call.endswith(f"--target _core --parallel {number or len(os.sched_getaffinity(0))}")
