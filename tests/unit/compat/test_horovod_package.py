@@ -121,6 +121,15 @@ def test_missing_features_raise_an_error_of_one_sentence(horovod, module, messag
         __import__(module)
 
 
+def test_the_launchers_helpers_that_sparkhvd_lacks_raise_an_error_of_one_sentence(horovod):
+    from horovod.runner.common.util import codec, env  # noqa: F401, PLC0415
+
+    with pytest.raises(ImportError, match="does not have the parts of Horovod's launcher"):
+        from horovod.runner.common.util import settings  # noqa: F401, PLC0415
+    with pytest.raises(ImportError, match="cannot import name 'nothing'"):
+        from horovod.runner.common.util import nothing  # noqa: F401, PLC0415
+
+
 def test_ranks_on_ray_are_those_of_sparkhvd(horovod):
     pytest.importorskip("ray")
     import horovod.ray  # noqa: PLC0415
