@@ -20,9 +20,9 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True)
+@dataclass
 class ElasticRaySettings:
-    """The settings that ``ElasticRayExecutor.create_settings`` returns, under Horovod's names.
+    """The settings that ``ElasticRayExecutor.create_settings`` returns, under Horovod's names; they may be changed.
 
     Attributes:
         min_num_proc: smallest number of ranks to train with.
@@ -34,6 +34,8 @@ class ElasticRaySettings:
         verbose: 0 shows no output of the ranks, 1 shows it, 2 adds sparkhvd's own debug lines.
         cooldown_range: shortest and longest time in seconds without new ranks on a node after failures there; None
             means (1, 60).
+        discovery: a function that returns the number of slots by address of a node, or an object with Horovod's method
+            ``find_available_hosts_and_slots``; only for ``ElasticRayExecutor(override_discovery=False)``.
     """
 
     min_num_proc: int = 1
@@ -44,6 +46,7 @@ class ElasticRaySettings:
     nics: tuple[str, ...] = ()
     verbose: int = 1
     cooldown_range: tuple[float, float] | None = None
+    discovery: object = None
 
     def __post_init__(self) -> None:
         check_seconds("timeout_s", self.timeout_s)
@@ -56,6 +59,7 @@ class ElasticJobs:
         settings: the limits of the jobs.
         resources: the resources of each rank.
         num_proc: the number of ranks that a job waits for at its start; None means ``settings.min_num_proc``.
+        discovery: as in ``sparkhvd.run_elastic``.
         **output: ``stdout``, ``stderr`` and ``output_filename`` of ``sparkhvd.run_elastic``.
     """
 
@@ -64,6 +68,7 @@ class ElasticJobs:
         settings: ElasticRaySettings,
         resources: RankResources,
         num_proc: int | None = None,
+        discovery: Callable[[], Mapping[str, int]] | None = None,
         **output: TextIO | LogFiles | str | None,
     ) -> None:
         self._arguments: dict[str, Any] = {
@@ -78,6 +83,7 @@ class ElasticJobs:
             "cooldown_range": settings.cooldown_range,
             "cpus_per_task": resources.cpus,
             "gpus_per_task": resources.gpus or None,
+            "discovery": discovery,
             **output,
         }
         self._env: Mapping[str, str | None] | None = None
@@ -155,7 +161,8 @@ class ElasticRayExecutor:
         cpus_per_slot: the number of cores of each rank.
         gpus_per_slot: the number of GPUs of each rank; None means 1 with ``use_gpu``.
         env_vars: changes to the environment of the ranks; None removes a variable.
-        override_discovery: must be True: Ray's nodes provide the slots.
+        override_discovery: whether all nodes of the Ray cluster provide slots. Otherwise, those of
+            ``settings.discovery`` do.
         stdout: destination of the ranks' stdout, as in ``sparkhvd.run_elastic``.
         stderr: the same for stderr.
 
@@ -180,12 +187,12 @@ class ElasticRayExecutor:
         stdout: TextIO | None = None,
         stderr: TextIO | None = None,
     ) -> None:
-        check_discovery(override_discovery)
         own = ElasticRaySettings() if settings is None else settings
         if not isinstance(own, ElasticRaySettings):
             raise ConfigError(f"settings={settings!r} must come from ElasticRayExecutor.create_settings().")
+        discovery = None if override_discovery else _discovery_of(own.discovery)
         resources = rank_resources(cpus_per_slot, use_gpu, gpus_per_slot, "cpus_per_slot", "gpus_per_slot")
-        self._jobs = ElasticJobs(own, resources, stdout=stdout, stderr=stderr)
+        self._jobs = ElasticJobs(own, resources, discovery=discovery, stdout=stdout, stderr=stderr)
         self._env = env_vars
 
     @staticmethod
@@ -248,14 +255,30 @@ class ElasticRayExecutor:
         return self._jobs.run(worker_fn)
 
 
+def _discovery_of(discovery: Any) -> Callable[[], Mapping[str, int]]:
+    """Return the function of a discovery.
+
+    Raises:
+        ConfigError: it is neither a function nor an object with Horovod's method.
+    """
+    function = getattr(discovery, "find_available_hosts_and_slots", discovery)
+    if not callable(function):
+        raise ConfigError(
+            f"override_discovery=False needs a discovery, got settings.discovery={discovery!r}. Set it to a function "
+            "that returns the number of slots by address of a node, such as {'10.0.0.1': 2}."
+        )
+    found: Callable[[], Mapping[str, int]] = function
+    return found
+
+
 def check_discovery(override_discovery: bool) -> None:
-    """Refuse a discovery of the user's own.
+    """Refuse a discovery of the user's own for a ``RayExecutor``, whose settings have none.
 
     Raises:
         ConfigError: ``override_discovery`` is False.
     """
     if not override_discovery:
         raise ConfigError(
-            "override_discovery=False is not supported: on Ray, the nodes provide the slots. Leave it out, or use "
-            "sparkhvd.run_elastic(launcher='ssh', discovery=...)."
+            "override_discovery=False is not supported by RayExecutor. Leave it out, or pass your discovery to "
+            "ElasticRayExecutor or to sparkhvd.run_elastic(launcher='ray', discovery=...)."
         )

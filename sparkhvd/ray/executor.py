@@ -79,7 +79,7 @@ class RayExecutor:
         reset_limit: the largest number of changes of the ranks of an elastic job.
         cooldown_range: as in ``sparkhvd.run_elastic``.
         elastic_timeout: as in ``sparkhvd.run_elastic``; a job that is not elastic ignores it with a warning.
-        override_discovery: must be True: Ray's nodes provide the slots of elastic jobs.
+        override_discovery: must be True; ``ElasticRayExecutor`` accepts a discovery of your own.
         placement_group_timeout_s: replaces the value in ``settings``.
         stdout: destination of the ranks' stdout, as in ``sparkhvd.run``.
         stderr: the same for stderr.

@@ -345,7 +345,7 @@ def test_a_job_without_a_rank_that_can_start_ends_in_a_start_timeout(tmp_path):
         ({"launcher": "ssh"}, "launcher='ssh' needs either hosts, for example hosts='host1:2,host2:2', or discovery"),
         ({"launcher": "ssh", "hosts": "a:2", "discovery": dict}, "launcher='ssh' needs either hosts"),
         ({"launcher": "auto", "hosts": "a:2:3"}, "'a:2:3' is not a valid host"),
-        ({"launcher": "auto", "discovery": dict}, "discovery requires launcher='local' or launcher='ssh'"),
+        ({"launcher": "auto", "discovery": dict}, "discovery requires launcher='local', 'ssh' or 'ray'"),
         ({"launcher": "ssh", "hosts": "a:2", "spark": object()}, "spark has no effect with launcher='ssh'"),
         ({"hosts": "a:2"}, "hosts requires launcher='ssh', got launcher='local'"),
         ({"ssh_port": 22}, "ssh_port and ssh_identity_file require launcher='ssh', got 'local'"),

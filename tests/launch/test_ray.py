@@ -19,7 +19,7 @@ import pytest
 import sparkhvd
 from sparkhvd._util.background import in_background
 from sparkhvd.comm import session
-from sparkhvd.errors import LaunchError, RankFailedError, SlotsError, StartTimeoutError
+from sparkhvd.errors import ConfigError, LaunchError, RankFailedError, SlotsError, StartTimeoutError
 from tests.launch import elastic_training as training
 from tests.launch.faults import RAY_FAULTS, complaints, inject
 from tests.ports import free_port
@@ -379,6 +379,35 @@ def test_an_elastic_job_survives_lost_actors_and_nodes_and_uses_new_nodes(cluste
     assert [result[:4] for result in results] == [(steps, steps * (steps + 1) / 2, rank, 3) for rank in range(3)]
     wait_for(lambda: not any(map(training.lives, pids_of(tmp_path))))
     wait_for(lambda: ray.available_resources().get("CPU") == 3.0)
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_discovery_limits_an_elastic_job_to_its_slots(tmp_path):
+    from sparkhvd.ray import ElasticRayExecutor  # noqa: PLC0415
+
+    address = ray.nodes()[0]["NodeManagerAddress"]
+    slots = {address: 1}
+    settings = ElasticRayExecutor.create_settings(verbose=0)
+    settings.discovery = lambda: dict(slots)
+    executor = ElasticRayExecutor(settings, override_discovery=False)
+    executor.start()
+    folder = str(tmp_path)
+    job = in_background(lambda: executor.run(lambda: training.train(10, folder, sizes=(1, 2, 1))), "job")
+    wait_for(lambda: sizes_of(tmp_path) == [1], seconds=250.0)
+    assert ray.available_resources().get("CPU") == 2.0, "without the discovery, the job would use all three CPUs"
+    slots[address] = 2
+    wait_for(lambda: sizes_of(tmp_path) == [1, 2], seconds=250.0)
+    slots[address] = 1
+    ((steps, total, *identity, _, _),) = job.result(250.0)
+    assert (total, identity) == (steps * (steps + 1) / 2, [0, 1])
+    wait_for(lambda: ray.available_resources().get("CPU") == 3.0)
+
+
+def test_a_discovery_that_cannot_be_called_is_refused():
+    from sparkhvd.ray import ElasticRayExecutor  # noqa: PLC0415
+
+    with pytest.raises(ConfigError, match=r"needs a discovery, got settings\.discovery=None"):
+        ElasticRayExecutor(override_discovery=False)
 
 
 @pytest.mark.soak

@@ -18,10 +18,6 @@ NO_RAY_PARTS = (
     "sparkhvd does not have the parts of Horovod's launcher on Ray. Start jobs with horovod.ray.RayExecutor, or with "
     "sparkhvd.run(launcher='ray')."
 )
-NO_RAY_DISCOVERY = (
-    "On Ray, the nodes provide the slots of elastic jobs. Leave out the discovery and override_discovery=False, or "
-    "pass a function to sparkhvd.run_elastic(launcher='ssh', discovery=...)."
-)
 NO_STATE_HANDLERS = (
     "sparkhvd does not call state handlers. TorchState handles models, optimizers, samplers and all objects with "
     "state_dict() and load_state_dict(); for other objects, derive a class from hvd.elastic.State."

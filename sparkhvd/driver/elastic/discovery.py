@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import queue
 import re
 import selectors
 import shutil
@@ -19,7 +18,7 @@ from sparkhvd._util.addresses import is_ipv6
 from sparkhvd._util.counts import is_count
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.arguments import split_arguments
-from sparkhvd.driver.elastic.workers import DiscoveryFailed, Event, Offered
+from sparkhvd.driver.elastic.workers import DiscoveryFailed, Offered
 from sparkhvd.driver.hosts import check_name, parse_hosts
 from sparkhvd.errors import ConfigError, LaunchError
 from sparkhvd.task.worker.exit import child_ends_within
@@ -192,13 +191,16 @@ def parse_discovered(text: str, default_slots: int) -> dict[str, int]:
 
 
 class DiscoveryThread:
-    """Calls ``discovery.find`` every ``interval`` seconds and puts changes into ``inbox``, until ``close``."""
+    """Calls ``discovery.find`` every ``interval`` seconds and passes changes to ``report``, until ``close``."""
 
     def __init__(
-        self, discovery: Discovery, inbox: queue.SimpleQueue[Event], interval: float = INTERVAL_SECONDS
+        self,
+        discovery: Discovery,
+        report: Callable[[Offered | DiscoveryFailed], None],
+        interval: float = INTERVAL_SECONDS,
     ) -> None:
         self._discovery = discovery
-        self._inbox = inbox
+        self._report = report
         self._interval = interval
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="sparkhvd-elastic-discovery", daemon=True)
@@ -221,11 +223,11 @@ class DiscoveryThread:
                 if not self._stopping.is_set() and why != last_failure:
                     first = last_offered is None
                     what = "The hosts of the job cannot be determined" if first else "The discovery of hosts failed"
-                    self._inbox.put(DiscoveryFailed(f"{what}: {why}", first))
+                    self._report(DiscoveryFailed(f"{what}: {why}", first))
                 last_failure = why
             else:
                 last_failure = ""
                 if not self._stopping.is_set() and offered != last_offered:
                     last_offered = offered
-                    self._inbox.put(Offered(offered))
+                    self._report(Offered(offered))
             self._stopping.wait(self._interval)

@@ -1,11 +1,15 @@
-"""Leases of an elastic job on Ray: each is an actor with the resources of a rank."""
+"""Leases of an elastic job on Ray: each is an actor with the resources of a rank.
+
+Without a discovery, Ray chooses the nodes of the actors. A discovery limits the nodes and the number of actors on each.
+"""
 
 from __future__ import annotations
 
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
@@ -27,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 1.0
 _KILLED_SECONDS = 5.0
+# The share of a node's own resource that binds an actor to the node; Ray counts ten-thousandths.
+_NODE_SHARE = 0.0001
 
 
 class RayLeases:
@@ -35,6 +41,7 @@ class RayLeases:
     Args:
         resources: the resources of each rank.
         grows: whether there is a lease for every slot of the cluster, also on nodes that join later.
+        has_discovery: whether a discovery limits the leases: none starts before the first ``offer``.
     """
 
     name = "Ray"
@@ -42,13 +49,23 @@ class RayLeases:
     # Keeps this process connected to Ray.
     opened = staticmethod(CONNECTION.opened)
 
-    def __init__(self, resources: RankResources, *, grows: bool) -> None:
+    def __init__(self, resources: RankResources, *, grows: bool, has_discovery: bool = False) -> None:
         self._resources = resources
         self._grows = grows
         self._attempts = itertools.count()
         self._lock = threading.Lock()
         self._actors: dict[int, Any] = {}  # by lease; guarded by _lock
         self._nodes: dict[int, str] = {}  # the ids of the actors' nodes, by attempt; guarded by _lock
+        self._changed = threading.Condition(self._lock)  # notified when a lease may start on a node
+        self._offered: Mapping[str, int] | None = {} if has_discovery else None  # slots by address; guarded by _lock
+        self._addresses: dict[int, str] = {}  # the leases of a discovery's slots, by number; guarded by _lock
+        self._cancelled: set[int] = set()  # guarded by _lock
+
+    def offer(self, slots: Mapping[str, int]) -> None:
+        """Note the slots that the discovery offers, by the address of the node."""
+        with self._lock:
+            self._offered = slots
+            self._changed.notify_all()
 
     def addresses(self) -> tuple[str, str]:
         """Return the address of this driver's node twice: actors reach the driver there, and it can be bound.
@@ -86,17 +103,26 @@ class RayLeases:
                 _kill(actor)
         except (RayError, LaunchError) as error:
             return error
+        finally:
+            with self._lock:
+                if self._addresses.pop(number, None) is not None:
+                    self._changed.notify_all()
         return None
 
     def cancel(self, number: int, done: Future[None]) -> None:
         """Kill the actor of a lease unless ``done``, also while it waits for resources."""
         end = Deadline.after(_KILLED_SECONDS)
+        with self._lock:
+            self._cancelled.add(number)
+            self._changed.notify_all()
         while not done.done() and not end.expired():  # its thread may be about to start the actor
             with self._lock:
                 actor = self._actors.get(number)
             if actor is not None:
                 _kill(actor)
             is_done_within(done, _POLL_SECONDS)
+        with self._lock:
+            self._cancelled.discard(number)
 
     def is_stopped(self) -> bool:
         """Return whether this process is no longer connected to Ray."""
@@ -125,16 +151,27 @@ class RayLeases:
         return any(total.get(name, 0.0) - free.get(name, 0.0) > amount + 1e-3 for name, amount in own.items())
 
     def leaving(self, attempts: Mapping[int, int]) -> dict[int, str]:
-        """Return the leases on nodes that Ray drains, for example because their spot instance is about to end."""
+        """Return the leases that must end.
+
+        Ray drains their nodes, for example because a spot instance is about to end, or the discovery has withdrawn
+        their slots.
+        """
         draining = _draining_nodes()
         with self._lock:
-            leaving = [number for number, attempt in attempts.items() if self._nodes.get(attempt) in draining]
-        return dict.fromkeys(leaving, "Ray drains the node")
+            drained = [number for number, attempt in attempts.items() if self._nodes.get(attempt) in draining]
+            withdrawn = [] if self._offered is None else _excess(attempts, self._addresses, self._offered)
+        return {
+            **dict.fromkeys(withdrawn, "The discovery has withdrawn the slot"),
+            **dict.fromkeys(drained, "Ray drains the node"),
+        }
 
     def slots(self) -> int:
         """Return how many ranks have room in the cluster, or 0 if the number of leases is constant."""
         if not self._grows or self.is_stopped():
             return 0
+        with self._lock:
+            if self._offered is not None:
+                return sum(self._offered.values())
         with suppress(Exception):  # the head node may restart
             return sum(self._resources.ranks_in(node) for node in node_resources())
         return 0
@@ -142,18 +179,56 @@ class RayLeases:
     def _start(self, number: int) -> Any:
         if self.is_stopped():  # a call would start Ray again
             raise LaunchError("Ray has been shut down in this process.")
+        address = self._slot_for(number)
         kind = ray.remote(LeaseTask).options(
-            num_cpus=self._resources.cpus, num_gpus=self._resources.gpus, max_restarts=0
+            num_cpus=self._resources.cpus,
+            num_gpus=self._resources.gpus,
+            # Every node has this resource, under its own address.
+            resources=None if address is None else {f"node:{address}": _NODE_SHARE},
+            max_restarts=0,
         )
         with self._lock:
             actor = self._actors[number] = kind.remote()
         return actor
+
+    def _slot_for(self, number: int) -> str | None:
+        """Take a slot for a lease and return the address of its node; None without a discovery.
+
+        Waits until the discovery offers a free slot.
+
+        Raises:
+            LaunchError: the lease was cancelled, or Ray was shut down.
+        """
+        with self._lock:
+            while self._offered is not None:
+                held = Counter(self._addresses.values())
+                free = [address for address, slots in self._offered.items() if held[address] < slots]
+                if free:
+                    self._addresses[number] = free[0]
+                    return free[0]
+                if number in self._cancelled or self.is_stopped():
+                    raise LaunchError("The discovery offered no slot until the end of the lease.")
+                self._changed.wait(_POLL_SECONDS)
+        return None
 
     def _answer(self, ref: Any) -> Any:
         while not ray.wait([ref], timeout=_POLL_SECONDS)[0]:
             if self.is_stopped():
                 raise LaunchError("Ray has been shut down in this process.")
         return ray.get(ref)
+
+
+def _excess(leases: Iterable[int], addresses: Mapping[int, str], offered: Mapping[str, int]) -> list[int]:
+    """Return the leases with the highest numbers on every node that has more leases than offered slots."""
+    kept: Counter[str] = Counter()
+    excess = []
+    for number in sorted(leases):
+        if (address := addresses.get(number)) is None:
+            continue
+        kept[address] += 1
+        if kept[address] > offered.get(address, 0):
+            excess.append(number)
+    return excess
 
 
 def _kill(actor: Any) -> None:

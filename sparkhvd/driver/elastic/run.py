@@ -29,7 +29,7 @@ from sparkhvd.driver.elastic.membership_server import MembershipServer
 from sparkhvd.driver.elastic.policy import ANSWER_SECONDS, MAX_SAME_ERRORS, Limits
 from sparkhvd.driver.elastic.roster import Cooldown
 from sparkhvd.driver.elastic.spark_leases import SparkLeases
-from sparkhvd.driver.elastic.workers import Event, Offered, Workers
+from sparkhvd.driver.elastic.workers import DiscoveryFailed, Event, Offered, Workers
 from sparkhvd.driver.host_process import SrunOptions, SshOptions
 from sparkhvd.driver.hosts import Host, check_slots, parse_hosts
 from sparkhvd.driver.launcher import LaunchRequest
@@ -164,9 +164,10 @@ def run_elastic(  # noqa: PLR0917 - the order of the arguments is Horovod's
             example under dynamic allocation. Without Spark, ``local`` starts them on this machine, ``ssh`` on other
             machines, and ``ray`` in actors of a Ray cluster, whose nodes may come and go. ``auto`` is ``ssh`` if
             ``hosts`` is set, and ``spark`` otherwise.
-        discovery: for ``local`` and ``ssh``: a function that returns the number of slots by host, such as
+        discovery: for ``local``, ``ssh`` and ``ray``: a function that returns the number of slots by host, such as
             ``{"localhost": 2}``, or a script that prints lines of ``host`` or ``host:slots``. It is called once per
-            second. With ``local``, None offers ``max_num_proc``, or else ``num_proc``, slots on this machine.
+            second. With ``local``, None offers ``max_num_proc``, or else ``num_proc``, slots on this machine. With
+            ``ray``, hosts are addresses of the cluster's nodes, and None offers the slots of all nodes.
         hosts: for ``ssh`` without ``discovery``: the machines and their slots, for example ``host1:2,host2:2``. Python
             and sparkhvd must be installed there under the same paths.
         ssh_port: port of the hosts' ssh servers; None uses ssh's configuration.
@@ -264,9 +265,10 @@ def choose_elastic_launcher(  # noqa: PLR0917
             f"launcher={launcher!r} cannot start elastic jobs; expected one of {list(ELASTIC_LAUNCHERS)}."
         )
     name = launcher if launcher != "auto" else "spark" if hosts is None else "ssh"
-    if name in {"spark", "ray"} and discovery is not None:
-        provider = "on Spark, the executors provide" if name == "spark" else "on Ray, the nodes provide"
-        raise ConfigError(f"discovery requires launcher='local' or launcher='ssh'; {provider} the slots.")
+    if name == "spark" and discovery is not None:
+        raise ConfigError(
+            "discovery requires launcher='local', 'ssh' or 'ray'; on Spark, the executors provide the slots."
+        )
     if name != "spark" and spark is not None:
         raise ConfigError(f"spark has no effect with launcher={name!r}. Leave one of them out.")
     if name == "ssh" and (hosts is None) == (discovery is None):
@@ -314,7 +316,7 @@ def run_elastic_with(  # noqa: PLR0917
         inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
         stream = open_stream(options, max_ranks)
         stack.callback(stream.close)
-        cluster = _lease_cluster(elastic, spark, stack)
+        cluster = _lease_cluster(elastic, spark, stack, inbox)
         bind_host, names = _driver_addresses(elastic, cluster)
         limits = replace(limits, answer_timeout=max(ANSWER_SECONDS, config.host_timeout or 0.0))
         membership = MembershipServer(job.secret, inbox, encrypt=config.encrypt, host=bind_host, names=names)
@@ -327,8 +329,8 @@ def run_elastic_with(  # noqa: PLR0917
         else:
             workers = LocalWorkers(job, membership.address, stream, inbox)
         stack.callback(workers.close)
-        if elastic.discovery is not None:
-            stack.callback(DiscoveryThread(elastic.discovery, inbox).close)
+        if cluster is None and elastic.discovery is not None:
+            stack.callback(DiscoveryThread(elastic.discovery, inbox.put).close)
         elif cluster is None:  # otherwise the leases offer slots
             inbox.put(Offered(_fixed_slots(elastic.hosts, max_ranks)))
         contents = Controller(limits, cooldown, workers, membership, inbox).run()
@@ -376,8 +378,12 @@ def _importable(launcher: str, options: RunOptions, spark: SparkSession | None) 
     return importable_here if spark is None else partial(importable_on, spark, start_timeout=options.start_timeout)
 
 
-def _lease_cluster(elastic: ElasticOptions, spark: SparkSession | None, stack: ExitStack) -> LeaseCluster | None:
+def _lease_cluster(
+    elastic: ElasticOptions, spark: SparkSession | None, stack: ExitStack, inbox: queue.SimpleQueue[Event]
+) -> LeaseCluster | None:
     """Return the cluster that schedules the ranks; None if the job itself distributes them. ``stack`` disconnects it.
+
+    A discovery limits the leases on Ray, which offer the slots; ``inbox`` receives only its failures.
 
     Raises:
         LaunchError: Ray is not installed or does not connect.
@@ -395,7 +401,17 @@ def _lease_cluster(elastic: ElasticOptions, spark: SparkSession | None, stack: E
         raise LaunchError(not_installed("launcher='ray'", "ray")) from error
     resources = RankResources(elastic.resources.cpus or 1, float(elastic.resources.gpus or 0.0))
     stack.enter_context(RayLeases.opened())
-    return RayLeases(resources, grows=elastic.max_num_proc is None)
+    leases = RayLeases(resources, grows=elastic.max_num_proc is None, has_discovery=elastic.discovery is not None)
+
+    def report(event: Offered | DiscoveryFailed) -> None:
+        if isinstance(event, Offered):
+            leases.offer(event.capacity)
+        else:
+            inbox.put(event)
+
+    if elastic.discovery is not None:
+        stack.callback(DiscoveryThread(elastic.discovery, report).close)
+    return leases
 
 
 def _driver_addresses(elastic: ElasticOptions, cluster: LeaseCluster | None) -> tuple[str, Sequence[str]]:

@@ -271,16 +271,21 @@ def test_a_loader_that_waits_for_room_can_be_closed():
     assert list(squares) == []
 
 
-def test_a_discovery_on_ray_is_refused():
-    pytest.importorskip("ray")
+def test_a_discovery_finds_the_slots_of_ray_by_address(monkeypatch):
+    ray = pytest.importorskip("ray")
     from horovod.ray import elastic, elastic_v2  # noqa: PLC0415
 
-    class Discovery(elastic.RayHostDiscovery):
-        pass
+    def node(address: str, cpus: float, gpus: float = 0.0, alive: bool = True) -> dict[str, object]:
+        return {"Alive": alive, "NodeManagerAddress": address, "Resources": {"CPU": cpus, "GPU": gpus}}
 
-    assert elastic_v2.RayHostDiscovery is elastic.RayHostDiscovery
-    with pytest.raises(NotImplementedError, match="On Ray, the nodes provide the slots"):
-        Discovery(use_gpu=True, cpus_per_slot=1)
+    nodes = [node("a", 4, 1), node("b", 1), node("c", 8, 4, alive=False), node("a", 3)]
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    assert elastic.RayHostDiscovery(cpus_per_slot=2).find_available_hosts_and_slots() == {"a": 3}
+    assert elastic_v2.RayHostDiscovery(True, cpus_per_worker=2).find_available_hosts_and_slots() == {"a": 1}
+
+
+def test_the_parts_of_horovods_launcher_on_ray_are_refused():
+    pytest.importorskip("ray")
     for module in ("strategy", "utils"):
         with pytest.raises(ImportError, match=r"Start jobs with horovod\.ray\.RayExecutor"):
             import_module(f"horovod.ray.{module}")

@@ -54,7 +54,7 @@ def test_the_arguments_of_an_executor_determine_its_ranks(arguments, layout):
         ({"num_hosts": 1, "min_workers": 1}, "num_hosts and num_workers_per_host have no effect with min_workers"),
         (
             {"min_workers": 1, "override_discovery": False},
-            "override_discovery=False is not supported",
+            "override_discovery=False is not supported by RayExecutor",
         ),
         ({"max_workers": 2, "cpus_per_worker": 0}, "cpus_per_worker must be an integer of at least 1, got 0"),
         ({"num_workers": 1, "placement_group_timeout_s": 0}, "placement_group_timeout_s must be a positive number"),

@@ -106,7 +106,7 @@ class Scripted:
 def test_changes_are_reported_and_failures_keep_the_last_slots():
     inbox = queue.SimpleQueue()
     bad = LaunchError("out of order")
-    thread = DiscoveryThread(Scripted({"a": 1}, {"a": 1}, bad, bad, {"a": 1}, {"a": 2}), inbox, 0.01)
+    thread = DiscoveryThread(Scripted({"a": 1}, {"a": 1}, bad, bad, {"a": 1}, {"a": 2}), inbox.put, 0.01)
     events = [inbox.get(timeout=60) for _ in range(3)]
     thread.close()
     assert events == [
@@ -119,7 +119,7 @@ def test_changes_are_reported_and_failures_keep_the_last_slots():
 
 def test_a_failure_before_the_first_slots_is_marked():
     inbox = queue.SimpleQueue()
-    thread = DiscoveryThread(Scripted(OSError("no network"), {"a": 1}), inbox, 0.01)
+    thread = DiscoveryThread(Scripted(OSError("no network"), {"a": 1}), inbox.put, 0.01)
     events = [inbox.get(timeout=60) for _ in range(2)]
     thread.close()
     assert events == [
@@ -130,7 +130,7 @@ def test_a_failure_before_the_first_slots_is_marked():
 
 def test_a_function_that_calls_sys_exit_has_failed():
     inbox = queue.SimpleQueue()
-    thread = DiscoveryThread(Scripted({"a": 1}, SystemExit(3), {"a": 2}), inbox, 0.01)
+    thread = DiscoveryThread(Scripted({"a": 1}, SystemExit(3), {"a": 2}), inbox.put, 0.01)
     events = [inbox.get(timeout=60) for _ in range(3)]
     thread.close()
     assert events == [
@@ -142,7 +142,7 @@ def test_a_function_that_calls_sys_exit_has_failed():
 
 def test_closing_ends_a_running_script(tmp_path):
     thread = DiscoveryThread(
-        DiscoveryScript(script(tmp_path, f"touch {tmp_path}/runs; sleep 600")), queue.SimpleQueue()
+        DiscoveryScript(script(tmp_path, f"touch {tmp_path}/runs; sleep 600")), queue.SimpleQueue().put
     )
     wait_for((tmp_path / "runs").exists)
     began = time.monotonic()

@@ -10,6 +10,7 @@ pytest.importorskip("ray")
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
+from sparkhvd._util.background import in_background
 from sparkhvd.driver.elastic.ray_leases import RayLeases
 from sparkhvd.driver.ray.cluster import RankResources
 from sparkhvd.errors import ConfigError, LaunchError
@@ -48,6 +49,47 @@ def test_leases_on_nodes_that_ray_drains_are_about_to_end(cluster, monkeypatch):
     leases = RayLeases(RankResources(1), grows=False)
     leases._nodes = {7: "a", 8: "b"}
     assert leases.leaving({0: 7, 1: 8, 2: 9}) == {1: "Ray drains the node"}
+
+
+def test_a_lease_gets_a_slot_that_the_discovery_offers(cluster):
+    leases = RayLeases(RankResources(1), grows=True, has_discovery=True)
+    assert leases.slots() == 0, "the discovery has not found any slots yet"
+    waiting = in_background(lambda: leases._slot_for(0), "lease")
+    leases.offer({"a": 1, "b": 2})
+    assert waiting.result(60) == "a"
+    assert (leases._slot_for(1), leases._slot_for(2), leases.slots()) == ("b", "b", 3)
+    assert RayLeases(RankResources(1), grows=False, has_discovery=True).slots() == 0
+    assert RayLeases(RankResources(1), grows=True)._slot_for(0) is None, "without a discovery, Ray chooses the node"
+
+
+def test_the_slot_of_a_lease_that_has_ended_is_free(cluster, monkeypatch):
+    leases = RayLeases(RankResources(1), grows=False, has_discovery=True)
+    leases.offer({"a": 1})
+
+    def end(self: RayLeases, number: int) -> None:
+        raise LaunchError(f"on {self._slot_for(number)}")
+
+    monkeypatch.setattr(RayLeases, "_start", end)
+    assert [str(leases.run(number, None, None)) for number in (0, 1)] == ["on a", "on a"]
+
+
+def test_a_lease_that_waits_for_a_slot_can_be_cancelled(cluster):
+    leases = RayLeases(RankResources(1), grows=False, has_discovery=True)
+    waiting = in_background(lambda: leases.run(4, None, None), "lease")
+    leases.cancel(4, waiting)
+    assert str(waiting.result(0)) == "The discovery offered no slot until the end of the lease."
+
+
+def test_the_last_leases_on_a_node_leave_when_the_discovery_withdraws_slots(cluster, monkeypatch):
+    monkeypatch.setattr("sparkhvd.driver.elastic.ray_leases._draining_nodes", set)
+    leases = RayLeases(RankResources(1), grows=False, has_discovery=True)
+    leases.offer({"a": 3, "b": 1})
+    assert [leases._slot_for(number) for number in range(4)] == ["a", "a", "a", "b"]
+    attempts = {number: number for number in range(4)}
+    assert leases.leaving(attempts) == {}
+    leases.offer({"a": 1})
+    assert leases.leaving(attempts) == dict.fromkeys((1, 2, 3), "The discovery has withdrawn the slot")
+    assert leases.leaving({0: 0}) == {}
 
 
 def test_the_drained_nodes_are_unknown_to_versions_of_ray_without_the_function(cluster, monkeypatch):
