@@ -223,8 +223,9 @@ class Engine:
     ``fusion_threshold`` and ``hierarchical_allreduce`` if they are None, and the sizes at which algorithms in shared
     memory change. ``device_libraries`` (the same object for all engines of a process) allows buffers in the memory of
     CUDA devices. ``shares_device`` states that other engines use the same devices, so that all engines launch their
-    collectives in one order. The engine records into the timeline of ``recorded_with``, where the names of its tensors
-    begin with ``timeline_label``.
+    collectives in one order. The engine records into the timeline of ``parent``, where the names of its tensors begin
+    with ``timeline_label``. ``parent_ranks`` are the parent's numbers of its ranks: if these share memory, the links of
+    the engine are memory, too.
     """
 
     def __init__(
@@ -255,7 +256,8 @@ class Engine:
         autotune: Autotune | None = None,
         device_libraries: DeviceLibraries | None = None,
         shares_device: bool = False,
-        recorded_with: Engine | None = None,
+        parent: Engine | None = None,
+        parent_ranks: Sequence[int] = ...,
         timeline_label: str = "",
     ) -> None: ...
     @property

@@ -73,8 +73,8 @@ std::shared_ptr<PyEngine> MakeEngine(
     double link_latency_us, std::optional<size_t> fusion_threshold, size_t cache_capacity,
     double collective_timeout_s, double timeout_s, std::optional<bool> hierarchical_allreduce,
     bool hierarchical_allgather, std::optional<int> processor_core, const Autotune* autotune,
-    const DeviceLibraries* device_libraries, bool shares_device, PyEngine* recorded_with,
-    const std::string& timeline_label) {
+    const DeviceLibraries* device_libraries, bool shares_device, PyEngine* parent,
+    const std::vector<int>& parent_ranks, const std::string& timeline_label) {
   if (processor_core) Check(CheckProcessorCore(*processor_core));
   if (size < 1 || rank < 0 || rank >= size) {
     Check(Status(StatusCode::kInvalidArgument, "rank " + std::to_string(rank) +
@@ -106,7 +106,15 @@ std::shared_ptr<PyEngine> MakeEngine(
   arguments.engine.processor_core = processor_core;
   arguments.engine.fusion_threshold = fusion_threshold;
   arguments.engine.hierarchical_allreduce = hierarchical_allreduce;
-  if (recorded_with != nullptr) arguments.engine.timeline = recorded_with->engine().timeline();
+  if (parent != nullptr) {
+    if (parent_ranks.size() != static_cast<size_t>(size)) {
+      Check(Status(StatusCode::kInvalidArgument,
+                   "parent_ranks must name the parent's number of "
+                   "each rank"));
+    }
+    arguments.engine.timeline = parent->engine().timeline();
+    if (size > 1) arguments.mesh.neighbors = Take(parent->engine().Neighbors(parent_ranks));
+  }
   arguments.engine.timeline_label = timeline_label;
   if (device_libraries != nullptr) {
     arguments.engine.device_libraries = std::make_shared<DeviceLibraries>(*device_libraries);
@@ -232,8 +240,8 @@ void RegisterEngine(py::module_& module) {
            arg("timeout_s") = 60.0, arg("hierarchical_allreduce") = py::none(),
            arg("hierarchical_allgather") = true, arg("processor_core") = py::none(),
            arg("autotune") = py::none(), arg("device_libraries") = py::none(),
-           arg("shares_device") = false, arg("recorded_with") = py::none(),
-           arg("timeline_label") = "")
+           arg("shares_device") = false, arg("parent") = py::none(),
+           arg("parent_ranks") = std::vector<int>(), arg("timeline_label") = "")
       .def_property_readonly("rank", [](PyEngine& self) { return self.engine().rank(); })
       .def_property_readonly("size", [](PyEngine& self) { return self.engine().size(); })
       .def("close_copies", &PyEngine::CloseCopies)

@@ -1,5 +1,6 @@
 #include "scheduler/engine.h"
 
+#include <algorithm>
 #include <utility>
 
 namespace sparkhvd {
@@ -98,6 +99,19 @@ Engine::Engine(const EngineConfig& config, Mesh mesh, FailureBoard board)
 }
 
 Engine::~Engine() { static_cast<void>(Shutdown(Deadline::Never())); }
+
+Result<std::shared_ptr<const MemberWatches>> Engine::Neighbors(
+    const std::vector<int>& ranks) const {
+  std::vector<int> members;
+  for (const int rank : ranks) {
+    const auto found = std::find(local_ranks_.begin(), local_ranks_.end(), rank);
+    if (found == local_ranks_.end()) return std::shared_ptr<const MemberWatches>();
+    members.push_back(static_cast<int>(found - local_ranks_.begin()));
+  }
+  const std::shared_ptr<const MemberWatches> watches = mesh_.watches.lock();
+  if (!watches) return Status(StatusCode::kShutDown, "this rank has shut down");
+  return watches->Of(members);
+}
 
 Result<std::shared_ptr<Operation>> Engine::Submit(Request request, const std::byte* source,
                                                   std::byte* target, Start start,

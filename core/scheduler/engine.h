@@ -70,6 +70,10 @@ class Engine {
   const Counters& counters() const { return counters_; }
   const std::shared_ptr<Timeline>& timeline() const { return timeline_.shared(); }
 
+  // Returns what the mesh of some of the ranks, which include this rank, needs to use the memory
+  // that they share: null if they do not, equal on all of them. Fails once this rank has left.
+  Result<std::shared_ptr<const MemberWatches>> Neighbors(const std::vector<int>& ranks) const;
+
   // Returns the settings in force on all ranks and whether they may still change.
   Retuning tuning() const { return cycle_.tuning(); }
 

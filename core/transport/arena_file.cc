@@ -8,6 +8,7 @@
 #include <sys/stat.h>
 #include <sys/uio.h>
 
+#include <array>
 #include <cerrno>
 #include <csignal>
 #include <cstdint>
@@ -15,6 +16,7 @@
 #include <string>
 
 #include "base/io_status.h"
+#include "base/wire.h"
 #include "rendezvous/socket.h"
 #include "transport/memory_limit.h"
 
@@ -23,12 +25,11 @@ namespace {
 
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 
-// A message of one byte of data and a descriptor. The byte is needed because a descriptor cannot be
-// sent alone.
+// A message of a tag, whether there is a file, and a descriptor.
 struct FileMessage {
   FileMessage() {
-    part.iov_base = &has_file;
-    part.iov_len = 1;
+    part.iov_base = content.data();
+    part.iov_len = content.size();
     message.msg_iov = &part;
     message.msg_iovlen = 1;
     message.msg_control = control;
@@ -37,7 +38,7 @@ struct FileMessage {
   FileMessage(const FileMessage&) = delete;
   FileMessage& operator=(const FileMessage&) = delete;
 
-  char has_file = 0;
+  std::array<std::byte, sizeof(uint64_t) + 1> content{};
   iovec part{};
   msghdr message{};
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
@@ -96,9 +97,10 @@ Result<UniqueFd> CreateArenaFile(size_t bytes) {
   return file;
 }
 
-Status SendArenaFile(int socket, int file, Deadline deadline) {
+Status SendArenaFile(int socket, int file, uint64_t tag, Deadline deadline) {
   FileMessage parts;
-  parts.has_file = file >= 0 ? 1 : 0;
+  StoreLittleEndian(tag, parts.content.data());
+  parts.content.back() = std::byte(file >= 0 ? 1 : 0);
   if (file >= 0) {
     cmsghdr* entry = CMSG_FIRSTHDR(&parts.message);
     entry->cmsg_level = SOL_SOCKET;
@@ -116,15 +118,23 @@ Status SendArenaFile(int socket, int file, Deadline deadline) {
   return Status();
 }
 
-Result<UniqueFd> ReceiveArenaFile(int socket, size_t bytes, Deadline deadline) {
-  FileMessage parts;
-  ssize_t count = 0;
-  while ((count = ::recvmsg(socket, &parts.message, MSG_CMSG_CLOEXEC)) < 0) {
-    if (errno != EAGAIN && errno != EINTR) return IoStatus("receive shared memory", errno);
-    SHVD_TRY(AwaitEvents(socket, POLLIN, deadline).Annotate("receive shared memory"));
-  }
-  UniqueFd file = TakeFile(&parts.message);
-  if (count == 0) return Status(StatusCode::kIo, "the creator of the shared memory has ended");
+Result<UniqueFd> ReceiveArenaFile(int socket, size_t bytes, uint64_t tag, Deadline deadline) {
+  UniqueFd file;
+  uint64_t received_tag = 0;
+  do {
+    FileMessage parts;
+    ssize_t count = 0;
+    while ((count = ::recvmsg(socket, &parts.message, MSG_CMSG_CLOEXEC)) < 0) {
+      if (errno != EAGAIN && errno != EINTR) return IoStatus("receive shared memory", errno);
+      SHVD_TRY(AwaitEvents(socket, POLLIN, deadline).Annotate("receive shared memory"));
+    }
+    file = TakeFile(&parts.message);
+    if (count == 0) return Status(StatusCode::kIo, "the creator of the shared memory has ended");
+    if (static_cast<size_t>(count) != parts.content.size()) {
+      return Status(StatusCode::kIo, "the creator of the shared memory has sent half a message");
+    }
+    received_tag = LoadLittleEndian<uint64_t>(parts.content.data());
+  } while (received_tag != tag);
   if (!file.valid()) return Status(StatusCode::kIo, "the creator could not share memory");
   struct stat info{};
   const int seals = ::fcntl(file.get(), F_GET_SEALS);

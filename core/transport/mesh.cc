@@ -16,6 +16,8 @@
 
 #include "base/io_status.h"
 #include "base/random.h"
+#include "base/sha256.h"
+#include "base/wire.h"
 #include "rendezvous/dial.h"
 #include "rendezvous/reception.h"
 #include "rendezvous/socket.h"
@@ -25,6 +27,7 @@
 #include "transport/failures.h"
 #include "transport/meeting.h"
 #include "transport/memory_groups.h"
+#include "transport/memory_links.h"
 #include "transport/shared_arena.h"
 #include "transport/socket_transport.h"
 
@@ -96,6 +99,9 @@ Status CheckOptions(const MeshOptions& options) {
                    " bytes, not " + std::to_string(options.arena_region_bytes));
   }
   if (options.token.empty()) return invalid("ranks can only be connected with the job's token");
+  if (options.neighbors && options.neighbors->count() != static_cast<size_t>(options.size)) {
+    return invalid("neighbors need a watch of each rank");
+  }
   if (options.bind_hosts.empty()) return invalid("a rank needs an address for its peers to dial");
   for (const std::string& host : options.bind_hosts) {
     if (!host.empty() && host != "0.0.0.0" && host != "::") continue;
@@ -116,6 +122,7 @@ class MeshBuilder {
         keys_(static_cast<size_t>(options.size)),
         watches_(static_cast<size_t>(options.size)) {}
 
+  // Returns an empty mesh if the ranks are neighbors and could not share the memory of the links.
   Result<Mesh> Build() {
     if (options_.size == 1) return Connect();
     SHVD_TRY(meeting_.Join());
@@ -147,7 +154,10 @@ class MeshBuilder {
   }
 
   Result<Mesh> Connect() {
-    if (options_.size > 1) {
+    DescribeSelf();
+    if (options_.neighbors) {
+      SHVD_TRY(ExchangeRecords());
+    } else if (options_.size > 1) {
       SHVD_TRY(Listen());
       SHVD_TRY(ExchangeRecords());
       SHVD_TRY(ConnectLinks());
@@ -161,6 +171,7 @@ class MeshBuilder {
     }
     for (const MemberWatch& watch : watches_) mesh.sockets.Add(watch.socket.get());
     SHVD_TRY(ShareArena(&mesh));
+    if (options_.neighbors) return mesh;
     auto transport = options_.encrypt ? EncryptedTransport(&mesh.sockets) : SocketTransport();
     if (!transport.ok()) return transport.status();
     mesh.transport = std::move(transport).value();
@@ -194,6 +205,15 @@ class MeshBuilder {
     return MakeEncryptedTransport(std::move(encrypted), std::move(transport).value());
   }
 
+  void DescribeSelf() {
+    AddressRecord& own = At(records_, options_.rank);
+    own.host_key = options_.host_key;
+    own.shared_memory = options_.neighbors != nullptr;
+    own.encrypt = options_.encrypt;
+    own.arena_region_bytes = options_.arena_region_bytes;
+    own.settings_digest = DigestOf(options_.common_settings);
+  }
+
   Status Listen() {
     AddressRecord& own = At(records_, options_.rank);
     std::vector<UniqueFd> listeners;
@@ -205,10 +225,6 @@ class MeshBuilder {
       own.tcp.push_back(address.value());
       listeners.push_back(std::move(tcp).value());
     }
-    own.host_key = options_.host_key;
-    own.encrypt = options_.encrypt;
-    own.arena_region_bytes = options_.arena_region_bytes;
-    own.settings_digest = DigestOf(options_.common_settings);
     if (!options_.host_key.empty()) {
       auto name = FreshUnixName();
       if (!name.ok()) return name.status();
@@ -480,6 +496,7 @@ class MeshBuilder {
 
   Status ShareArena(Mesh* mesh) {
     const std::vector<std::vector<int>> groups = MemoryGroups(records_);
+    if (options_.neighbors && groups.size() != 1) return Status();
     std::shared_ptr<SharedMapping> mapping;
     std::vector<std::string> votes(static_cast<size_t>(options_.size), kYes);
     if (groups.size() < static_cast<size_t>(options_.size)) {
@@ -518,33 +535,72 @@ class MeshBuilder {
     return std::find(ranks.begin(), ranks.end(), rank) != ranks.end();
   }
 
+  // The memory of the ranks of one host: two arenas, and the links of neighbors.
+  size_t SharedBytes(size_t count) const {
+    return ArenaPair::Bytes(count, options_.arena_region_bytes) + LinkBytes(count);
+  }
+  size_t LinkBytes(size_t count) const { return options_.neighbors ? MemoryLinksBytes(count) : 0; }
+
+  ArenaPair ArenasIn(const std::shared_ptr<SharedMapping>& mapping, size_t count) const {
+    const size_t bytes = ArenaPair::Bytes(count, options_.arena_region_bytes);
+    return ArenaPair(SharedMapping::Part(mapping, 0, bytes), count, options_.arena_region_bytes);
+  }
+  std::shared_ptr<SharedMapping> LinksIn(const std::shared_ptr<SharedMapping>& mapping,
+                                         size_t count) const {
+    const size_t begin = ArenaPair::Bytes(count, options_.arena_region_bytes);
+    return SharedMapping::Part(mapping, begin, LinkBytes(count));
+  }
+
   void JoinArena(Mesh* mesh, const std::vector<int>& ranks,
                  const std::shared_ptr<SharedMapping>& mapping) {
-    std::vector<MemberWatch> own;
-    for (const int rank : ranks) own.push_back(std::move(At(watches_, rank)));
-    const auto watches = std::make_shared<const MemberWatches>(std::move(own));
+    std::shared_ptr<const MemberWatches> watches = options_.neighbors;
+    if (!watches) {
+      std::vector<MemberWatch> own;
+      for (const int rank : ranks) own.push_back(std::move(At(watches_, rank)));
+      watches = std::make_shared<const MemberWatches>(std::move(own));
+    }
     const auto found = std::find(ranks.begin(), ranks.end(), options_.rank);
     const auto member = static_cast<int>(found - ranks.begin());
-    const ArenaPair pair(mapping, ranks.size(), options_.arena_region_bytes);
+    const ArenaPair pair = ArenasIn(mapping, ranks.size());
     mesh->arena = pair.Join(member, ranks, watches);
     mesh->direct_arena = pair.JoinDirect(member, ranks, watches);
+    mesh->watches = watches;
+    if (!options_.neighbors) return;
+    mesh->transport = MakeMemoryTransport(LinksIn(mapping, ranks.size()), options_.rank,
+                                          options_.size, watches, options_.link_costs);
+  }
+
+  // Returns the socket to a rank of this host, which carries the file of the shared memory.
+  int WatchSocket(int rank) {
+    return options_.neighbors ? options_.neighbors->socket(rank) : At(watches_, rank).socket.get();
+  }
+
+  // Distinguishes the memory of this mesh from others that the same sockets have carried.
+  uint64_t MemoryTag() const {
+    Sha256 hash;
+    hash.Update(AsBytes(options_.scope));
+    return LoadLittleEndian<uint64_t>(hash.Finish().data());
   }
 
   Result<std::shared_ptr<SharedMapping>> CreateArena(const std::vector<int>& ranks) {
-    const size_t bytes = ArenaPair::Bytes(ranks.size(), options_.arena_region_bytes);
+    const size_t bytes = SharedBytes(ranks.size());
     auto file = CreateArenaFile(bytes);
     auto mapping = file.ok() ? SharedMapping::OfFile(file.value().get(), bytes)
                              : Result<std::shared_ptr<SharedMapping>>(file.status());
     if (mapping.ok()) {
-      ArenaPair(mapping.value(), ranks.size(), options_.arena_region_bytes).Format();
+      ArenasIn(mapping.value(), ranks.size()).Format();
+      if (options_.neighbors) {
+        FormatMemoryLinks(*LinksIn(mapping.value(), ranks.size()), ranks.size());
+      }
     }
     Status sent;
     for (const int rank : ranks) {
       if (rank == options_.rank) continue;
-      const int socket = At(watches_, rank).socket.get();
-      const Status status =
-          socket < 0 ? NoWatch(rank)
-                     : SendArenaFile(socket, mapping.ok() ? file.value().get() : -1, deadline_);
+      const int socket = WatchSocket(rank);
+      const Status status = socket < 0
+                                ? NoWatch(rank)
+                                : SendArenaFile(socket, mapping.ok() ? file.value().get() : -1,
+                                                MemoryTag(), deadline_);
       if (sent.ok()) sent = status;
     }
     if (!sent.ok()) return sent;
@@ -553,15 +609,29 @@ class MeshBuilder {
 
   Result<std::shared_ptr<SharedMapping>> ReceiveArena(const std::vector<int>& ranks) {
     for (const int rank : ranks) {
-      if (rank != options_.rank && !At(watches_, rank).socket.valid()) return NoWatch(rank);
+      if (rank != options_.rank && WatchSocket(rank) < 0) return NoWatch(rank);
     }
-    const size_t bytes = ArenaPair::Bytes(ranks.size(), options_.arena_region_bytes);
-    auto file = ReceiveArenaFile(At(watches_, ranks.front()).socket.get(), bytes, deadline_);
+    const size_t bytes = SharedBytes(ranks.size());
+    auto file = ReceiveFile(WatchSocket(ranks.front()), bytes);
     if (!file.ok()) return file.status();
     auto mapping = SharedMapping::OfFile(file.value().get(), bytes);
     if (!mapping.ok()) return mapping;
-    SHVD_TRY(ArenaPair(mapping.value(), ranks.size(), options_.arena_region_bytes).Check());
+    SHVD_TRY(ArenasIn(mapping.value(), ranks.size()).Check());
+    if (options_.neighbors) {
+      SHVD_TRY(CheckMemoryLinks(*LinksIn(mapping.value(), ranks.size()), ranks.size()));
+    }
     return mapping;
+  }
+
+  // The sockets of another mesh stay open when the creator fails to connect this one.
+  Result<UniqueFd> ReceiveFile(int socket, size_t bytes) {
+    while (true) {
+      const auto slice = Deadline::After(std::chrono::milliseconds(kSliceMillis));
+      auto file = ReceiveArenaFile(socket, bytes, MemoryTag(), Deadline::Earlier(slice, deadline_));
+      const bool late = !file.ok() && file.status().code() == StatusCode::kTimeout;
+      if (!late || deadline_.Expired()) return file;
+      SHVD_TRY(meeting_.Check());
+    }
   }
 
   Status NoWatch(int rank) const {
@@ -588,7 +658,12 @@ class MeshBuilder {
 
 Result<Mesh> ConnectMesh(const MeshOptions& options, KeyValueStore& rendezvous, Deadline deadline) {
   SHVD_TRY(CheckOptions(options).Annotate("connect the ranks"));
-  return MeshBuilder(options, rendezvous, deadline).Build();
+  auto mesh = MeshBuilder(options, rendezvous, deadline).Build();
+  if (!mesh.ok() || mesh.value().transport) return mesh;
+  MeshOptions over_sockets = options;
+  over_sockets.neighbors.reset();
+  over_sockets.scope += "/sockets";
+  return MeshBuilder(over_sockets, rendezvous, deadline).Build();
 }
 
 }  // namespace sparkhvd

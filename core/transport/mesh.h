@@ -16,6 +16,7 @@
 #include "transport/address_record.h"
 #include "transport/arena.h"
 #include "transport/owned_sockets.h"
+#include "transport/shared_arena.h"
 #include "transport/transport.h"
 
 namespace sparkhvd {
@@ -41,6 +42,10 @@ struct MeshOptions {
   // listen before any rank dials, so a rank that is slow to start is not unreachable.
   std::optional<std::chrono::milliseconds> answer_limit;
   size_t arena_region_bytes = size_t{4} << 20;
+  // Set if all ranks share memory in another mesh of the job: the watches of that mesh, by rank of
+  // this mesh. The links are then memory, too, and need no socket, unless there is no memory for
+  // them. Null on all ranks or on none.
+  std::shared_ptr<const MemberWatches> neighbors;
   // Polled several times a second while the ranks connect. If it fails, so does ConnectMesh. May be
   // empty.
   std::function<Status()> interrupted;
@@ -55,6 +60,8 @@ struct Mesh {
   // All ranks grouped by shared arena, equal on every rank. Ranks are ascending inside a group, and
   // groups are in the order of their first ranks. A rank without an arena is a group of its own.
   std::vector<std::vector<int>> memory_groups;
+  // The watches of the arena's members, for the meshes of some of them.
+  std::weak_ptr<const MemberWatches> watches;
   OwnedSockets sockets;         // the sockets of the links and the arena
   std::vector<int> host_ranks;  // all ranks with this rank's host key, ascending
 };
@@ -62,8 +69,8 @@ struct Mesh {
 // Connects this rank with all others through `rendezvous`. All ranks call it. If a rank fails or
 // ends before all ranks are connected, all ranks fail with its reason, which stays in the store.
 // Point-to-point data travels over TCP, authenticated with the token, or over Unix sockets inside a
-// host. The ranks of one host agree on an arena in a memfd, which they pass over an authenticated
-// Unix socket. If one rank cannot use the arena, none does.
+// host, or through memory among `neighbors`. The ranks of one host agree on an arena in a memfd,
+// which they pass over an authenticated Unix socket. If one rank cannot use the arena, none does.
 Result<Mesh> ConnectMesh(const MeshOptions& options, KeyValueStore& rendezvous, Deadline deadline);
 
 // Makes one mesh per rank inside this process for tests, in which ranks are threads. `hosts[i]` is

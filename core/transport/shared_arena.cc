@@ -1,21 +1,19 @@
 #include "transport/shared_arena.h"
 
-#include <linux/futex.h>
 #include <poll.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <array>
 #include <atomic>
 #include <cerrno>
 #include <cstring>
-#include <ctime>
 #include <new>
+#include <numeric>
 #include <thread>
 
+#include "base/futex.h"
 #include "base/io_status.h"
 #include "transport/failures.h"
 
@@ -27,11 +25,6 @@ constexpr size_t kPage = 4096;
 constexpr size_t kDirectRegionBytes = size_t{1} << 20;
 
 constexpr uint64_t kArenaMagic = 0x3130616e65726173;  // "sarena01"
-
-// A waiter checks the processes of the missing members at this interval.
-constexpr std::chrono::milliseconds kWatchInterval(50);
-// Longer spinning would take the core from the awaited thread (ARCHITECTURE, section 5).
-constexpr std::chrono::microseconds kSpinTime(5);
 
 enum AbortState : uint32_t { kRunning = 0, kWritingReason = 1, kAborted = 2 };
 
@@ -56,38 +49,10 @@ struct MemberSlot {
   std::atomic<uint32_t> departed;
 };
 
-static_assert(std::atomic<uint64_t>::is_always_lock_free &&
-                  std::atomic<uint32_t>::is_always_lock_free &&
-                  sizeof(std::atomic<uint32_t>) == sizeof(uint32_t),
-              "atomics in memory shared by processes must be plain words");
-
 size_t WholePages(size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 
 size_t ControlBytes(size_t count) {
   return WholePages(sizeof(ArenaHeader) + count * sizeof(MemberSlot));
-}
-
-// Not FUTEX_PRIVATE, because the waiters are in other processes.
-void FutexWait(std::atomic<uint32_t>& word, uint32_t expected, std::chrono::nanoseconds timeout) {
-  timespec time{};
-  time.tv_sec = static_cast<time_t>(timeout.count() / 1'000'000'000);
-  time.tv_nsec = static_cast<decltype(time.tv_nsec)>(timeout.count() % 1'000'000'000);
-  ::syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT, expected, &time, nullptr, 0);
-}
-
-void FutexWakeAll(std::atomic<uint32_t>& word) {
-  ::syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE, INT32_MAX, nullptr, nullptr,
-            0);
-}
-
-void Pause() {
-#if defined(__x86_64__) || defined(__i386__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("isb");  // takes about as long as the pause of x86; `yield` takes no time
-#else
-  std::atomic_signal_fence(std::memory_order_seq_cst);
-#endif
 }
 
 class SharedArena final : public Arena {
@@ -288,11 +253,27 @@ SharedMapping::~SharedMapping() {
   if (!whole_) ::munmap(data_, size_);
 }
 
-MemberWatches::~MemberWatches() {
-  // A forked child may hold copies of these sockets, so closing alone would not end them.
-  for (const MemberWatch& watch : watches_) {
-    if (watch.socket.valid()) ::shutdown(watch.socket.get(), SHUT_RDWR);
+MemberWatches::MemberWatches(std::vector<MemberWatch> watches)
+    : watches_(new std::vector<MemberWatch>(std::move(watches)),
+               [](const std::vector<MemberWatch>* all) {
+                 // A forked child may hold copies of these sockets, so closing alone would not end
+                 // them.
+                 for (const MemberWatch& watch : *all) {
+                   if (watch.socket.valid()) ::shutdown(watch.socket.get(), SHUT_RDWR);
+                 }
+                 delete all;
+               }),
+      indices_(watches_->size()) {
+  std::iota(indices_.begin(), indices_.end(), size_t{0});
+}
+
+std::shared_ptr<const MemberWatches> MemberWatches::Of(const std::vector<int>& members) const {
+  auto part = std::make_shared<MemberWatches>(*this);
+  part->indices_.clear();
+  for (const int member : members) {
+    part->indices_.push_back(indices_[static_cast<size_t>(member)]);
   }
+  return part;
 }
 
 bool MemberWatch::Ended() const {

@@ -1,6 +1,8 @@
 // An Arena in memory that several processes (in tests, several threads) have mapped.
 #pragma once
 
+#include <chrono>
+#include <cstddef>
 #include <memory>
 #include <string>
 #include <utility>
@@ -49,19 +51,31 @@ struct MemberWatch {
   bool Ended() const;
 };
 
-// One watch per member; this rank's own is empty. Arenas of the same members share the watches. The
-// last of these arenas shuts the sockets down when it is destroyed, so that peers notice.
+// A waiter checks the processes of the missing members at this interval.
+inline constexpr std::chrono::milliseconds kWatchInterval(50);
+
+// One watch per member; this rank's own is empty. All that uses the shared memory of the same
+// members shares the watches. When the last user is destroyed, the sockets are shut down, so that
+// peers notice.
 class MemberWatches {
  public:
-  explicit MemberWatches(std::vector<MemberWatch> watches) : watches_(std::move(watches)) {}
-  MemberWatches(const MemberWatches&) = delete;
-  MemberWatches& operator=(const MemberWatches&) = delete;
-  ~MemberWatches();
+  explicit MemberWatches(std::vector<MemberWatch> watches);
 
-  bool Ended(int member) const { return watches_[static_cast<size_t>(member)].Ended(); }
+  // Returns the watches of some of these members, which become members 0, 1, 2...
+  std::shared_ptr<const MemberWatches> Of(const std::vector<int>& members) const;
+
+  size_t count() const { return indices_.size(); }
+  bool Ended(int member) const { return At(member).Ended(); }
+  // Returns the socket to another member, which carries the files of shared memory.
+  int socket(int member) const { return At(member).socket.get(); }
 
  private:
-  const std::vector<MemberWatch> watches_;
+  const MemberWatch& At(int member) const {
+    return (*watches_)[indices_[static_cast<size_t>(member)]];
+  }
+
+  std::shared_ptr<const std::vector<MemberWatch>> watches_;
+  std::vector<size_t> indices_;  // in watches_, by member
 };
 
 // Returns the bytes of an arena with `count` regions of `region_bytes`, rounded up to whole pages.

@@ -28,6 +28,7 @@
 #include "rendezvous/socket.h"
 #include "transport/failures.h"
 #include "transport/message_header.h"
+#include "transport/transfer.h"
 
 namespace sparkhvd {
 namespace {
@@ -40,29 +41,17 @@ constexpr std::chrono::milliseconds kLingerTime(1000);
 constexpr int kLingerSliceMillis = 5;
 constexpr char kClosed[] = "it closed its links";
 
-struct Operation {
-  Ticket ticket;
-  std::byte* data;  // a send only reads it
-  size_t size;
-  size_t* length;  // set by a receive that learns its size from the header; null otherwise
-  std::array<std::byte, kMessageHeaderBytes> header;
-  size_t done = 0;  // bytes of header and data that have moved
-
-  size_t total() const { return kMessageHeaderBytes + size; }
-  size_t payload_done() const { return done - std::min(done, kMessageHeaderBytes); }
-};
-
 // The rest of a transfer, in the form that sendmsg and recvmsg take.
 class Remaining {
  public:
-  explicit Remaining(Operation& operation) {
-    if (operation.done < kMessageHeaderBytes) {
-      Add(operation.header.data() + operation.done, kMessageHeaderBytes - operation.done);
+  explicit Remaining(Transfer& transfer) {
+    if (transfer.done < kMessageHeaderBytes) {
+      Add(transfer.header.data() + transfer.done, kMessageHeaderBytes - transfer.done);
     }
     message_.msg_iov = parts_.data();
-    if (operation.length != nullptr) return;  // the next bytes may be of the next message
-    const size_t offset = operation.payload_done();
-    Add(operation.data + offset, std::min(operation.size - offset, kBytesPerCall));
+    if (transfer.length != nullptr) return;  // the next bytes may be of the next message
+    const size_t offset = transfer.payload_done();
+    Add(transfer.data + offset, std::min(transfer.size - offset, kBytesPerCall));
   }
   Remaining(const Remaining&) = delete;
   Remaining& operator=(const Remaining&) = delete;
@@ -96,8 +85,8 @@ class Link {
   bool pending() const { return !sends_.empty() || !receives_.empty(); }
   const Status& failure() const { return failure_; }
 
-  void Post(Direction direction, const Operation& operation) {
-    (direction == Direction::kSend ? sends_ : receives_).push_back(operation);
+  void Post(Direction direction, const Transfer& transfer) {
+    (direction == Direction::kSend ? sends_ : receives_).push_back(transfer);
   }
 
   // Moves all bytes that the socket accepts and offers now. Removes completed tickets from `open`.
@@ -135,12 +124,12 @@ class Link {
     }
   }
 
-  const Operation* Find(Ticket ticket, Direction* direction) const {
+  const Transfer* Find(Ticket ticket, Direction* direction) const {
     for (const auto* queue : {&sends_, &receives_}) {
-      for (const Operation& operation : *queue) {
-        if (operation.ticket != ticket) continue;
+      for (const Transfer& transfer : *queue) {
+        if (transfer.ticket != ticket) continue;
         *direction = queue == &sends_ ? Direction::kSend : Direction::kReceive;
-        return &operation;
+        return &transfer;
       }
     }
     return nullptr;
@@ -189,15 +178,15 @@ class Link {
 
   bool AdvanceSend(std::unordered_set<Ticket>& open) {
     if (sends_.empty()) return false;
-    Operation& operation = sends_.front();
-    Remaining remaining(operation);
+    Transfer& transfer = sends_.front();
+    Remaining remaining(transfer);
     const ssize_t count = ::sendmsg(socket_.stream.get(), remaining.message(), MSG_NOSIGNAL);
     const Move move = Classify(count);
     if (move == Move::kEnded) End(count == 0 ? kClosed : ErrorText(errno));
     if (move != Move::kSome) return false;
-    operation.done += static_cast<size_t>(count);
-    if (operation.done == operation.total()) {
-      open.erase(operation.ticket);
+    transfer.done += static_cast<size_t>(count);
+    if (transfer.done == transfer.total()) {
+      open.erase(transfer.ticket);
       sends_.pop_front();
     }
     return true;
@@ -205,39 +194,32 @@ class Link {
 
   bool AdvanceReceive(std::unordered_set<Ticket>& open) {
     if (receives_.empty()) return false;
-    Operation& operation = receives_.front();
-    Remaining remaining(operation);
-    const size_t before = operation.done;
+    Transfer& transfer = receives_.front();
+    Remaining remaining(transfer);
+    const size_t before = transfer.done;
     const ssize_t count = ::recvmsg(socket_.stream.get(), remaining.message(), 0);
     const Move move = Classify(count);
     if (move == Move::kEnded) End(count == 0 ? kClosed : ErrorText(errno));
     if (move != Move::kSome) return false;
-    operation.done += static_cast<size_t>(count);
-    if (before < kMessageHeaderBytes && operation.done >= kMessageHeaderBytes) {
-      if (!CheckHeader(operation)) return false;
+    transfer.done += static_cast<size_t>(count);
+    if (before < kMessageHeaderBytes && transfer.done >= kMessageHeaderBytes) {
+      if (!CheckHeader(transfer)) return false;
     }
-    if (operation.done == operation.total()) {
-      open.erase(operation.ticket);
+    if (transfer.done == transfer.total()) {
+      open.erase(transfer.ticket);
       receives_.pop_front();
     }
     return true;
   }
 
-  bool CheckHeader(Operation& operation) {
-    auto header = DecodeMessageHeader(ConstBytes(operation.header.data(), operation.header.size()));
+  bool CheckHeader(Transfer& transfer) {
+    auto header = DecodeMessageHeader(ConstBytes(transfer.header.data(), transfer.header.size()));
     if (!header.ok()) {
       failure_ = header.status().Annotate(Front());
     } else if (header.value().farewell) {
-      ReadFarewell(header.value(), ConstBytes(operation.data, operation.payload_done()));
-    } else if (operation.length != nullptr) {
-      if (header.value().length > operation.size) {
-        failure_ = LengthMismatch(peer_, header.value().length, operation.size, kAtMost);
-        return false;
-      }
-      operation.size = *operation.length = header.value().length;
-      operation.length = nullptr;
-    } else if (header.value().length != operation.size) {
-      failure_ = LengthMismatch(peer_, header.value().length, operation.size);
+      ReadFarewell(header.value(), ConstBytes(transfer.data, transfer.payload_done()));
+    } else if (Status wrong = transfer.SetLength(header.value().length, peer_); !wrong.ok()) {
+      failure_ = std::move(wrong);
     }
     return failure_.ok();
   }
@@ -286,8 +268,8 @@ class Link {
   int peer_;
   PeerSocket socket_;
   HostWatch host_;
-  std::deque<Operation> sends_;
-  std::deque<Operation> receives_;
+  std::deque<Transfer> sends_;
+  std::deque<Transfer> receives_;
   Status failure_;
 };
 
@@ -355,15 +337,15 @@ class SocketTransport final : public Transport {
     SHVD_TRY(CheckPeer(peer, rank_, this->size()));
     const std::lock_guard<std::mutex> lock(mutex_);
     if (broken_) return *broken_;
-    Operation operation{++last_ticket_, data, size, length, {}};
+    Transfer transfer{++last_ticket_, data, size, length, {}};
     const bool sending = direction == Direction::kSend;
-    if (sending) operation.header = EncodeMessageHeader({false, size, StatusCode::kAborted});
-    open_.insert(operation.ticket);
+    if (sending) transfer.header = EncodeMessageHeader({false, size, StatusCode::kAborted});
+    open_.insert(transfer.ticket);
     Link& link = links_[static_cast<size_t>(peer)];
-    link.Post(direction, operation);
+    link.Post(direction, transfer);
     // Sends small messages before the wait. Wait reports any failure of this.
     if (sending) link.Advance(open_);
-    return operation.ticket;
+    return transfer.ticket;
   }
 
   // A mutex is not fair: while data flows, this thread could lock it repeatedly before an aborting
@@ -395,10 +377,10 @@ class SocketTransport final : public Transport {
   Status Late(Ticket ticket) const {
     for (const Link& link : links_) {
       Direction direction{};
-      const Operation* operation = link.Find(ticket, &direction);
-      if (operation == nullptr) continue;
-      return LateTransfer(direction, link.peer(), operation->payload_done(), operation->size,
-                          operation->length != nullptr ? kAtMost : kExactly);
+      const Transfer* transfer = link.Find(ticket, &direction);
+      if (transfer == nullptr) continue;
+      return LateTransfer(direction, link.peer(), transfer->payload_done(), transfer->size,
+                          transfer->length != nullptr ? kAtMost : kExactly);
     }
     return Status(StatusCode::kInternal, "an open ticket belongs to no link");
   }

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 # Open files per peer: the link, or its tunnel if it is encrypted; for a peer on this host the link, one file that
-# watches the peer and two that report the end of its process.
+# watches the peer and two that report the end of its process. A process set of ranks that share memory needs none.
 _FILES_PER_LINK, _FILES_PER_TUNNEL, _FILES_PER_NEIGHBOR = 1, 3, 4
 
 # If ranks differed in one of these settings, they would wait for each other or misread each other's messages.
@@ -168,7 +168,7 @@ def open_channel(
     *,
     scope: str,
     label: str = "",
-    recorded_with: tuple[Channel, str] | None = None,
+    parent: tuple[Channel, str] | None = None,
     tuned: bool = False,
     device_libraries: _core.DeviceLibraries | None = None,
 ) -> Channel:
@@ -181,7 +181,8 @@ def open_channel(
         deadline: the end of all attempts to connect.
         scope: distinguishes the channels of a job; equal on all ranks.
         label: names the channel in error messages.
-        recorded_with: the channel whose timeline the new channel shares, and the label of the new channel there.
+        parent: for a process set, the channel of all ranks, whose timeline and shared memory the new channel uses, and
+            the label of the new channel in the timeline.
         tuned: whether the configuration's autotuning applies to this channel.
         device_libraries: for CUDA tensors, the same for all channels of a process; None stages them.
     """
@@ -215,8 +216,9 @@ def open_channel(
                 hierarchical_allreduce=config.hierarchical_allreduce,
                 hierarchical_allgather=config.hierarchical_allgather,
                 processor_core=processor_core_of(context),
-                recorded_with=None if recorded_with is None else recorded_with[0].engine,
-                timeline_label="" if recorded_with is None else recorded_with[1],
+                parent=None if parent is None else parent[0].engine,
+                parent_ranks=ranks,
+                timeline_label="" if parent is None else parent[1],
                 autotune=_autotune(config) if tuned and config.autotune else None,
                 device_libraries=device_libraries,
                 shares_device=bool(label),

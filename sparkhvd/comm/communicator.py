@@ -426,7 +426,7 @@ class Communicator:
             self._rendezvous,
             Deadline.after(self._context.config.start_timeout),
             scope=f"{self._scope}/process-set-{number}",
-            recorded_with=(self._channels[0], f"process set {number}"),
+            parent=(self._channels[0], f"process set {number}"),
             device_libraries=self._device_libraries,
             label=f"process set {number}, whose ranks 0..{len(ranks) - 1} are ranks {list(ranks)} of the job",
         )

@@ -18,6 +18,7 @@ struct LinkLayout {
   const char* name;
   void (*set_host)(MeshOptions*);
   std::vector<int> neighbours_of_rank_0;
+  bool through_memory = false;  // like a process set of these ranks
 };
 
 void PrintTo(const LinkLayout& layout, std::ostream* out) { *out << layout.name; }
@@ -25,7 +26,9 @@ void PrintTo(const LinkLayout& layout, std::ostream* out) { *out << layout.name;
 class EngineLinks : public ::testing::TestWithParam<LinkLayout> {
  protected:
   void OnEveryRank(const std::function<void(int, Rank&)>& body, double timeout_s = 30) {
-    sparkhvd::OnEveryRank(Connect(kSize, GetParam().set_host), Quick(timeout_s), body);
+    std::vector<Mesh> meshes = Connect(kSize, GetParam().set_host);
+    if (GetParam().through_memory) meshes = ConnectNeighbors(meshes);
+    sparkhvd::OnEveryRank(std::move(meshes), Quick(timeout_s), body);
   }
 };
 
@@ -142,6 +145,7 @@ TEST_P(EngineLinks, TheTimeoutNamesAMissingRank) {
 INSTANTIATE_TEST_SUITE_P(
     Layouts, EngineLinks,
     ::testing::Values(LinkLayout{"OneHost", OnOneHost, {0, 1, 2}},
+                      LinkLayout{"Neighbors", OnOneHost, {0, 1, 2}, true},
                       LinkLayout{"OneHostWithoutSharedMemory", OnOneHostWithoutSharedMemory, {0}},
                       LinkLayout{"SeparateHosts", OnSeparateHosts, {0}},
                       LinkLayout{"TwoHosts", OnTwoHosts, {0, 2}}),

@@ -140,6 +140,57 @@ TEST(ConnectMesh, SharesNoMemoryWhenOneMemberCannot) {
   check([](MeshOptions* options) { options->arena_region_bytes = size_t{1} << 39; });
 }
 
+TEST(ConnectMesh, NeighborsNeedNoDescriptor) {
+  const std::vector<Mesh> all = Connect(4);
+  const Holdings before = HoldingsBefore();
+  for (int round = 0; round < 5; ++round) {
+    const std::vector<Mesh> some = Connect(3, [&](MeshOptions* options) {
+      options->neighbors =
+          all[static_cast<size_t>(options->rank + 1)].watches.lock()->Of({1, 2, 3});
+    });
+    EXPECT_TRUE(Holdings() == before) << ToText(Holdings());
+    for (const Mesh& mesh : some) {
+      EXPECT_EQ(mesh.arena->ranks(), (std::vector<int>{0, 1, 2}));
+      EXPECT_EQ(mesh.memory_groups, (std::vector<std::vector<int>>{{0, 1, 2}}));
+      EXPECT_EQ(mesh.host_ranks, (std::vector<int>{0, 1, 2}));
+    }
+  }
+}
+
+TEST(ConnectMesh, NeighborsUseSocketsIfTheirMemoryCannotBeShared) {
+  const std::vector<Mesh> all = Connect(3);
+  // 2 TiB, which the creator rejects before it reserves a byte.
+  const std::vector<Mesh> meshes = ConnectNeighbors(
+      all, [](MeshOptions* options) { options->arena_region_bytes = size_t{1} << 39; });
+  for (const Mesh& mesh : meshes) {
+    EXPECT_EQ(mesh.arena, nullptr);
+    EXPECT_EQ(mesh.transport->size(), 3);
+    EXPECT_TRUE(mesh.watches.expired());
+  }
+}
+
+TEST(ConnectMesh, NeighborsStopWaitingForMemoryWhenItsCreatorHasFailed) {
+  const std::vector<Mesh> all = Connect(2);
+  InProcessStore store;
+  MeshOptions options = OptionsOf(1, 2);
+  options.neighbors = all[1].watches.lock();
+  AddressRecord record;
+  record.host_key = options.host_key;
+  record.shared_memory = true;
+  record.arena_region_bytes = options.arena_region_bytes;
+  ASSERT_TRUE(store.Set("test/address/0", EncodeAddressRecord(record), Late()).ok());
+  const Status missing = ConnectMesh(options, store, Soon()).status();
+  EXPECT_EQ(missing.code(), StatusCode::kTimeout);
+  EXPECT_NE(missing.message().find("rank 1 waits for the arena of rank 0: "), std::string::npos)
+      << missing.message();
+
+  InProcessStore other;
+  const Status failure(StatusCode::kAborted, "rank 0: interrupted");
+  ASSERT_TRUE(other.Set("test/address/0", EncodeAddressRecord(record), Late()).ok());
+  ASSERT_TRUE(other.Set("test/connect-failure", EncodeFailure(failure), Late()).ok());
+  EXPECT_EQ(ConnectMesh(options, other, Late()).status().message(), "rank 0: interrupted");
+}
+
 TEST(ConnectMesh, RefusesInvalidOptions) {
   InProcessStore store;
   const auto message = [&store](const std::function<void(MeshOptions*)>& change) {
@@ -466,20 +517,31 @@ std::string ReadLine(int fd, Deadline deadline) {
 
 using Body = void (*)(Mesh& mesh, int orders, int reports);
 
-// Runs in the child: connects, reports that, and runs `body`.
-void RunRank(int rank, int size, int orders, int reports, Body body) {
+enum class Through { kLinks, kMemory };
+
+// Runs in the child: connects, reports that, and runs `body`. Through memory, `body` runs in a
+// second mesh of the same ranks.
+void RunRank(int rank, int size, int orders, int reports, Body body, Through through) {
   const Deadline deadline = Late();
   const HostPort server{"127.0.0.1", static_cast<uint16_t>(std::stoi(ReadLine(orders, deadline)))};
   auto client = TcpStoreClient::Connect({server}, "secret", deadline);
   if (!client.ok()) return Say(reports, client.status().message());
   auto mesh = ConnectMesh(OptionsOf(rank, size), *client.value(), deadline);
   if (!mesh.ok()) return Say(reports, mesh.status().message());
+  const std::shared_ptr<const MemberWatches> neighbors = mesh.value().watches.lock();
+  if (through == Through::kMemory) {
+    MeshOptions options = OptionsOf(rank, size);
+    options.scope = "neighbors";
+    options.neighbors = neighbors;
+    mesh = ConnectMesh(options, *client.value(), deadline);
+    if (!mesh.ok()) return Say(reports, mesh.status().message());
+  }
   Say(reports, mesh.value().arena == nullptr ? "without arena" : "connected");
   body(mesh.value(), orders, reports);
 }
 
 // Forks before this process starts any thread.
-std::vector<Child> ForkRanks(int size, Body body) {
+std::vector<Child> ForkRanks(int size, Body body, Through through = Through::kLinks) {
   std::vector<Child> children;
   for (int rank = 0; rank < size; ++rank) {
     std::array<int, 2> orders;
@@ -490,7 +552,7 @@ std::vector<Child> ForkRanks(int size, Body body) {
     if (pid == 0) {
       ::close(orders[1]);
       ::close(reports[0]);
-      RunRank(rank, size, orders[0], reports[1], body);
+      RunRank(rank, size, orders[0], reports[1], body, through);
       ::_exit(0);
     }
     ::close(orders[0]);
@@ -568,11 +630,16 @@ TEST(KilledRank, IsDetectedEvenIfAChildKeepsItsSockets) {
   EXPECT_EQ(reports.at(0), "peer_lost: lost rank 1: its process has ended");
 }
 
-TEST(KilledRank, WakesRanksThatReceiveFromIt) {
-  auto children = ForkRanks(3, AwaitLastRank);
+void ExpectLastRankLost(std::vector<Child> children) {
   for (const std::string& report : KillTheLast(children)) {
     EXPECT_EQ(report.find("peer_lost: receive from rank 2: lost rank 2: "), 0u) << report;
   }
+}
+
+TEST(KilledRank, WakesRanksThatReceiveFromIt) { ExpectLastRankLost(ForkRanks(3, AwaitLastRank)); }
+
+TEST(KilledRank, WakesRanksThatReceiveFromItThroughMemory) {
+  ExpectLastRankLost(ForkRanks(3, AwaitLastRank, Through::kMemory));
 }
 
 // Tests of the decoders and of the transfer of arena files.
@@ -647,6 +714,7 @@ class ArenaFile : public testing::Test {
     sender_.Reset(pair[0]);
     receiver_.Reset(pair[1]);
   }
+  static constexpr uint64_t kTag = 7;
   UniqueFd sender_;
   UniqueFd receiver_;
 };
@@ -654,11 +722,25 @@ class ArenaFile : public testing::Test {
 TEST_F(ArenaFile, ArrivesWithItsSizeFixed) {
   auto file = CreateArenaFile(8192);
   ASSERT_TRUE(file.ok()) << file.status().message();
-  ASSERT_TRUE(SendArenaFile(sender_.get(), file.value().get(), Late()).ok());
-  auto received = ReceiveArenaFile(receiver_.get(), 8192, Late());
+  ASSERT_TRUE(SendArenaFile(sender_.get(), file.value().get(), kTag, Late()).ok());
+  auto received = ReceiveArenaFile(receiver_.get(), 8192, kTag, Late());
   ASSERT_TRUE(received.ok()) << received.status().message();
   EXPECT_EQ(::ftruncate(received.value().get(), 0), -1);
   EXPECT_EQ(::ftruncate(received.value().get(), 1 << 20), -1);
+}
+
+TEST_F(ArenaFile, OfAnotherMeshIsDiscarded) {
+  const Holdings before = HoldingsBefore();
+  for (const size_t bytes : {size_t{4096}, size_t{8192}}) {
+    auto file = CreateArenaFile(bytes);
+    ASSERT_TRUE(SendArenaFile(sender_.get(), file.value().get(), bytes, Late()).ok());
+    ASSERT_TRUE(SendArenaFile(sender_.get(), -1, bytes + 1, Late()).ok());
+  }
+  auto received = ReceiveArenaFile(receiver_.get(), 8192, 8192, Late());
+  ASSERT_TRUE(received.ok()) << received.status().message();
+  EXPECT_EQ(Holdings().descriptors, before.descriptors + 1);
+  EXPECT_EQ(ReceiveArenaFile(receiver_.get(), 8192, 8193, Late()).status().message(),
+            "the creator could not share memory");
 }
 
 TEST_F(ArenaFile, IsNotReservedWhenTheHostCannotAffordIt) {
@@ -670,18 +752,19 @@ TEST_F(ArenaFile, IsNotReservedWhenTheHostCannotAffordIt) {
 
 TEST_F(ArenaFile, IsRefusedIfItDiffersFromTheAgreement) {
   auto file = CreateArenaFile(8192);
-  ASSERT_TRUE(SendArenaFile(sender_.get(), file.value().get(), Late()).ok());
-  EXPECT_EQ(ReceiveArenaFile(receiver_.get(), 4096, Late()).status().message(),
+  ASSERT_TRUE(SendArenaFile(sender_.get(), file.value().get(), kTag, Late()).ok());
+  EXPECT_EQ(ReceiveArenaFile(receiver_.get(), 4096, kTag, Late()).status().message(),
             "the received file is not shared memory with a fixed size of 4096 bytes");
   const UniqueFd other(::open("/dev/null", O_RDWR | O_CLOEXEC));
-  ASSERT_TRUE(SendArenaFile(sender_.get(), other.get(), Late()).ok());
-  EXPECT_FALSE(ReceiveArenaFile(receiver_.get(), 0, Late()).ok());
-  ASSERT_TRUE(SendArenaFile(sender_.get(), -1, Late()).ok());
-  EXPECT_EQ(ReceiveArenaFile(receiver_.get(), 8192, Late()).status().message(),
+  ASSERT_TRUE(SendArenaFile(sender_.get(), other.get(), kTag, Late()).ok());
+  EXPECT_FALSE(ReceiveArenaFile(receiver_.get(), 0, kTag, Late()).ok());
+  ASSERT_TRUE(SendArenaFile(sender_.get(), -1, kTag, Late()).ok());
+  EXPECT_EQ(ReceiveArenaFile(receiver_.get(), 8192, kTag, Late()).status().message(),
             "the creator could not share memory");
-  EXPECT_EQ(ReceiveArenaFile(receiver_.get(), 8192, Soon()).status().code(), StatusCode::kTimeout);
+  EXPECT_EQ(ReceiveArenaFile(receiver_.get(), 8192, kTag, Soon()).status().code(),
+            StatusCode::kTimeout);
   sender_.Reset();
-  EXPECT_EQ(ReceiveArenaFile(receiver_.get(), 8192, Late()).status().message(),
+  EXPECT_EQ(ReceiveArenaFile(receiver_.get(), 8192, kTag, Late()).status().message(),
             "the creator of the shared memory has ended");
 }
 

@@ -57,6 +57,16 @@ inline std::vector<Mesh> Connect(int size, const std::function<void(MeshOptions*
   return meshes;
 }
 
+// Connects all ranks again, through the memory that they share.
+inline std::vector<Mesh> ConnectNeighbors(const std::vector<Mesh>& meshes,
+                                          const std::function<void(MeshOptions*)>& change = {}) {
+  return Connect(static_cast<int>(meshes.size()), [&](MeshOptions* options) {
+    options->scope = "neighbors";
+    options->neighbors = meshes[static_cast<size_t>(options->rank)].watches.lock();
+    if (change) change(options);
+  });
+}
+
 struct MeshKind {
   const char* name;
   std::vector<Mesh> (*make)(int size);

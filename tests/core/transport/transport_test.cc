@@ -81,6 +81,8 @@ std::vector<Mesh> TinyTcp(int size) {
   });
 }
 
+std::vector<Mesh> Memory(int size) { return ConnectNeighbors(Connect(size)); }
+
 class TransportContract : public testing::TestWithParam<MeshKind> {
  protected:
   std::vector<Mesh> Make(int size) const { return GetParam().make(size); }
@@ -377,7 +379,7 @@ INSTANTIATE_TEST_SUITE_P(Transports, TransportContract,
                          testing::Values(MeshKind{"InProcess", LinksInProcess},
                                          MeshKind{"Unix", Unix}, MeshKind{"Tcp", Tcp},
                                          MeshKind{"TinyUnix", TinyUnix},
-                                         MeshKind{"TinyTcp", TinyTcp}),
+                                         MeshKind{"TinyTcp", TinyTcp}, MeshKind{"Memory", Memory}),
                          KindName);
 
 }  // namespace

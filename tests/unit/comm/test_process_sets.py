@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import os
+import signal
+import time
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,12 +14,14 @@ from sparkhvd.comm import session
 from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.comm.objects import allgather_object
 from sparkhvd.comm.process_sets import ProcessSet, Proposal, agreed_sets
+from sparkhvd.deadline import Deadline
 from sparkhvd.errors import (
     CollectiveError,
     ConfigError,
     DeadlineExceededError,
     MismatchError,
     NotInitializedError,
+    PeerLostError,
 )
 from tests.ranks import RankGroup
 
@@ -168,6 +174,66 @@ def close_without_time_for_any_engine():
     return len(engines)
 
 
+def holdings():
+    """Return this process's descriptors, threads and mappings of shared memory."""
+    mappings = Path("/proc/self/maps").read_text().count("memfd:sparkhvd")
+    descriptors, threads = (len(list(Path(f"/proc/self/{folder}").iterdir())) for folder in ("fd", "task"))
+    return descriptors, threads, mappings
+
+
+def use_links(communicator, one):
+    """Run collectives that exchange messages within a set; check their results."""
+    mine = np.arange(6.0) + communicator.world.rank
+    received, _ = communicator.alltoall(mine, process_set=one)
+    assert received.tolist() == [value + rank for rank in one.ranks for value in _part_of(one, 6)]
+    total = communicator.reducescatter(mine, ReduceOp.SUM, process_set=one)
+    assert total.tolist() == [len(one.ranks) * value + sum(one.ranks) for value in _part_of(one, 6)]
+
+
+def _part_of(one, count):
+    length = count // one.size()
+    return [float(value) for value in range(one.rank() * length, (one.rank() + 1) * length)]
+
+
+def add_and_remove_sets(times):
+    """Return the holdings before the sets, with one set, and after all sets."""
+    communicator = session.current()
+    communicator.remove_process_set(communicator.add_process_set([0, 1, 2]))  # starts what stays
+    before = holdings()
+    during = before
+    for _ in range(times):
+        one = communicator.add_process_set([0, 1, 2])
+        if one.included():
+            use_links(communicator, one)
+            during = holdings()
+        communicator.remove_process_set(one)
+    communicator.barrier()
+    deadline = Deadline.after(10.0)  # the kernel lists a thread for a moment after it has been joined
+    while holdings() != before and not deadline.expired():
+        time.sleep(0.01)
+    return before, during, holdings()
+
+
+def die_inside_a_set():
+    """Return the seconds in which the other ranks of the set notice, and the error."""
+    communicator = session.current()
+    one = communicator.add_process_set([1, 2, 3])
+    pair = communicator.add_process_set([0, 1])
+    if not one.included():
+        communicator.allreduce(np.ones(1), process_set=pair)
+        return 0.0, ""
+    use_links(communicator, one)
+    if communicator.world.rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(PeerLostError) as caught:
+        communicator.alltoall(np.ones(3 << 16), process_set=one)
+    seconds = time.monotonic() - began
+    if communicator.world.rank == 1:
+        communicator.allreduce(np.ones(1), process_set=pair)  # other sets still work
+    return seconds, str(caught.value)
+
+
 def init_with_sets():
     pairs = [ProcessSet([0, 2]), ProcessSet([1, 3])]
     session.init(process_sets=pairs)
@@ -232,6 +298,27 @@ def test_pending_operations_of_a_removed_set_fail(group):
     # Either this rank leaves the set first, or it notices that the other one leaves.
     assert "'busy'" in message
     assert "was pending when its communicator was closed" in message or "pending here" in message
+
+
+@pytest.mark.parametrize("times", [3, pytest.param(100, marks=pytest.mark.soak)])
+def test_sets_of_one_host_open_no_descriptor_and_leave_nothing_behind(group, times):
+    for rank, (before, during, after) in enumerate(group.run(add_and_remove_sets, times)):
+        assert after == before
+        assert during[0] == before[0]
+        assert during[1] - before[1] == (0 if rank == 3 else 1)
+
+
+def test_a_rank_that_is_killed_inside_a_set_is_noticed_at_once():
+    with RankGroup(4) as group:
+        outcomes = group.outcomes(die_inside_a_set)
+    assert outcomes[3].died
+    assert outcomes[0].value == (0.0, ""), outcomes[0].failure
+    for outcome in outcomes[1:3]:
+        assert not outcome.failure, outcome.failure
+        seconds, message = outcome.value
+        assert seconds < 10.0
+        assert "process set 1, whose ranks 0..2 are ranks [1, 2, 3] of the job" in message
+        assert "rank 2" in message
 
 
 def test_init_can_add_sets_and_close_ends_all_of_them():
