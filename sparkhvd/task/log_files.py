@@ -113,6 +113,9 @@ class LogFileWriter:
         except StoreError as error:
             self._error = error
             return
+        except Exception as error:  # noqa: BLE001 - a Store of the user's may raise anything
+            self._error = StoreError(f"Cannot write {self._folder}: {type(error).__name__}: {error}.")
+            return
         self._number += 1
         self._lines.clear()
         self._size = 0

@@ -128,3 +128,15 @@ def test_the_next_write_raises_the_error_of_a_failing_store(tmp_path, monkeypatc
     assert writer.unwritten() == b"x\n"
     with pytest.raises(StoreError, match=reason):
         writer.close()
+
+
+def test_lines_are_kept_if_a_store_raises_an_error_of_its_own(files, monkeypatch):
+    def fail(*_: object) -> None:
+        raise RuntimeError("no route to the server")
+
+    monkeypatch.setattr(type(files.store), "open", fail)
+    writer = LogFileWriter(files, 2, "stdout")
+    writer.write(b"x")
+    with pytest.raises(StoreError, match=r"Cannot write logs/rank\.2: RuntimeError: no route to the server\."):
+        writer.close()
+    assert writer.unwritten() == b"x\n"
