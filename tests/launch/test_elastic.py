@@ -350,7 +350,6 @@ def test_a_job_without_a_rank_that_can_start_ends_in_a_start_timeout(tmp_path):
         ({"hosts": "a:2"}, "hosts requires launcher='ssh', got launcher='local'"),
         ({"ssh_port": 22}, "ssh_port and ssh_identity_file require launcher='ssh', got 'local'"),
         ({"gpus_per_task": 1}, "gpus_per_task and cpus_per_task of elastic jobs require launcher='ray', got 'local'"),
-        ({"launcher": "ray", "discovery": dict}, "on Ray, the nodes provide the slots"),
         ({"num_proc": None}, "needs a number of ranks"),
         ({"num_proc": 0}, "num_proc must be an integer of at least 1, got 0"),
         ({"min_num_proc": 3}, "must not decrease in this order"),
