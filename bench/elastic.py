@@ -25,6 +25,8 @@ import numpy as np
 
 import sparkhvd
 from bench import machine
+from sparkhvd.comm import session
+from sparkhvd.comm.elastic.loop import run
 
 _LOST_AT = 20
 _MORE_STEPS = 30
@@ -293,32 +295,21 @@ def _large_model(megabytes: int) -> Any:
 
 
 def _measure_commits(rounds: int) -> None:
-    for ranks in (1, 2):
-        times = sparkhvd.run_elastic(_time_commits, (100, 5 * rounds), num_proc=ranks, launcher="local", verbose=0)[0]
+    for framework, ranks in (("torch", 1), ("torch", 2), ("tensorflow", 1)):
+        arguments = framework, 100, 5 * rounds
+        times = sparkhvd.run_elastic(_time_commits, arguments, num_proc=ranks, launcher="local", verbose=0)[0]
         copies = {"commit()": times["commit"], "one copy of its memory": times["copy"]}
-        _table(f"{ranks} ranks, a model of 100 MB: seconds", copies)
+        _table(f"{ranks} ranks, a {framework} model of 100 MB: seconds", copies)
         _ratio("one copy of its memory", copies)
         calls = {"check_host_updates()": times["check"], "allreduce of one number": times["allreduce"]}
         _table(f"{ranks} ranks: microseconds for a call, means of 500", calls)
 
 
-def _time_commits(megabytes: int, rounds: int) -> Mapping[str, list[float]]:
+def _time_commits(framework: str, megabytes: int, rounds: int) -> Mapping[str, list[float]]:
     """Return the times of commits and copies, which take turns, and of calls that move no state."""
-    import torch  # noqa: PLC0415  (heavy)
-
-    import sparkhvd.torch as hvd  # noqa: PLC0415  (imports torch)
-    from sparkhvd.comm import session  # noqa: PLC0415
-
-    hvd.init()
-    model = _large_model(megabytes)
-    state = hvd.elastic.TorchState(model, step=0)
-    target = [torch.zeros_like(parameter) for parameter in model.parameters()]
+    session.init()
+    state, copy = (_torch_state if framework == "torch" else _tensorflow_state)(megabytes)
     one = np.ones(1)
-
-    def copy() -> None:
-        with torch.no_grad():
-            for to, parameter in zip(target, model.parameters(), strict=True):
-                to.copy_(parameter)
 
     def many(call: Callable[[], object]) -> float:
         begin = time.perf_counter()
@@ -327,12 +318,12 @@ def _time_commits(megabytes: int, rounds: int) -> Mapping[str, list[float]]:
         return (time.perf_counter() - begin) / 500 * 1e6
 
     def timed(call: Callable[[], object]) -> float:
-        hvd.barrier()
+        session.current().barrier()
         begin = time.perf_counter()
         call()
         return time.perf_counter() - begin
 
-    @hvd.elastic.run
+    @run
     def loop(state: Any) -> Mapping[str, list[float]]:
         communicator = session.current()
         times: dict[str, list[float]] = {"commit": [], "copy": [], "check": [], "allreduce": []}
@@ -346,6 +337,40 @@ def _time_commits(megabytes: int, rounds: int) -> Mapping[str, list[float]]:
         return times
 
     return loop(state)
+
+
+def _torch_state(megabytes: int) -> tuple[Any, Callable[[], None]]:
+    """Return a state, and a function that copies its memory once."""
+    import torch  # noqa: PLC0415  (heavy)
+
+    import sparkhvd.torch as hvd  # noqa: PLC0415  (imports torch)
+
+    model = _large_model(megabytes)
+    target = [torch.zeros_like(parameter) for parameter in model.parameters()]
+
+    def copy() -> None:
+        with torch.no_grad():
+            for to, parameter in zip(target, model.parameters(), strict=True):
+                to.copy_(parameter)
+
+    return hvd.elastic.TorchState(model, step=0), copy
+
+
+def _tensorflow_state(megabytes: int) -> tuple[Any, Callable[[], None]]:
+    """Return a state, and a function that copies its memory once."""
+    import tensorflow as tf  # noqa: PLC0415  (heavy)
+
+    from sparkhvd.tensorflow import elastic  # noqa: PLC0415  (imports TensorFlow)
+
+    variables = [tf.Variable(tf.random.normal((512, 512))) for _ in range(megabytes)]
+    sources = [np.asarray(tf.convert_to_tensor(variable)) for variable in variables]
+    target = [np.zeros_like(source) for source in sources]
+
+    def copy() -> None:
+        for to, source in zip(target, sources, strict=True):
+            np.copyto(to, source)
+
+    return elastic.TensorFlowState(variables, step=0), copy
 
 
 # ---- the steps in between
