@@ -234,6 +234,7 @@ class UpdateEpochStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
 def _array_of(variable: Any) -> Any:
     """Return the value of a variable as an array, which shares the memory of a variable on the CPU."""
-    if keras.config.backend() == "tensorflow":  # whose convert_to_numpy copies
+    # TensorFlow's convert_to_numpy copies; but TensorFlow makes no array of a single bfloat16 otherwise.
+    if keras.config.backend() == "tensorflow" and variable.shape:
         return np.asarray(keras.ops.convert_to_tensor(variable))
     return keras.ops.convert_to_numpy(variable)

@@ -76,8 +76,7 @@ class TensorFlowState(ObjectState):
 
     def save(self) -> None:
         """Keep a copy of the variables and values in memory."""
-        # An array shares the memory of a variable on the CPU; ``numpy()`` would copy it.
-        values = [np.asarray(tf.convert_to_tensor(variable)) for variable in self.variables]
+        values = [_array_of(variable) for variable in self.variables]
         super().save()
         self._saved_variables = copied_arrays(values, self._saved_variables)
 
@@ -106,3 +105,10 @@ class TensorFlowState(ObjectState):
 def _dtype_name(variable: Any) -> str:
     """Return the dtype of a variable of TensorFlow or Keras."""
     return str(getattr(variable.dtype, "name", variable.dtype))
+
+
+def _array_of(variable: tf.Variable) -> Any:
+    """Return the value of a variable as an array, which shares the memory of a variable on the CPU."""
+    tensor = tf.convert_to_tensor(variable)
+    # ``numpy()`` copies; but TensorFlow makes no array of a single bfloat16 otherwise.
+    return np.asarray(tensor if tensor.shape.rank else tensor.numpy())

@@ -145,3 +145,14 @@ def commit_and_train():
 
 def test_commits_reuse_their_memory_and_training_does_not_change_them(alone):
     commit_and_train()
+
+
+def test_a_single_bfloat16_is_committed_and_restored(alone):
+    model = network()
+    model.factor = keras.Variable(2.0, dtype="bfloat16")
+    state = hvd.elastic.KerasState(model)
+    model.factor.assign(3.0)
+    state.commit()
+    model.factor.assign(4.0)
+    state.restore()
+    assert float(model.factor) == 3.0
