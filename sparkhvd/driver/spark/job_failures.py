@@ -26,7 +26,7 @@ _CANCELLED = re.compile(
 )
 # Errors that Spark's driver and PySpark raise while the session stops; the last one even if the job itself has ended.
 _STOPPED = re.compile(
-    r"dagScheduler\(\)\" is null|Cannot call methods on a stopped SparkContext|"
+    r"(?:dagScheduler|SparkPlan\.session)\(\)\" is null|Cannot call methods on a stopped SparkContext|"
     r"'NoneType' object has no attribute 'setCallSite'"
 )
 _TOO_FEW_SLOTS = "[SPARK-24819]"

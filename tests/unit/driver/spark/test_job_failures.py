@@ -115,7 +115,11 @@ def test_a_stopped_session_is_the_cause_even_if_pyspark_fails_afterwards():
     masked = AttributeError("'NoneType' object has no attribute 'setCallSite'")
     masked.__context__ = stopped
     ended = AttributeError("'NoneType' object has no attribute 'setCallSite'")
-    for error in (stopped, masked, ended):
+    planning = RuntimeError(
+        'Cannot invoke "org.apache.spark.sql.classic.SparkSession.sparkContext()" because the return value of '
+        '"org.apache.spark.sql.execution.SparkPlan.session()" is null'
+    )
+    for error in (stopped, masked, ended, planning):
         assert spark_failure(error).startswith(
             "Spark aborted the job: it was cancelled (the Spark session was stopped)."
         )
