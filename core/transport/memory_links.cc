@@ -9,7 +9,6 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstring>
-#include <deque>
 #include <mutex>
 #include <new>
 #include <optional>
@@ -158,12 +157,10 @@ class RingLink {
       : peer_(peer), slot_(slot), outgoing_(outgoing), incoming_(incoming) {}
 
   int peer() const { return peer_; }
-  bool pending() const { return !sends_.empty() || !receives_.empty(); }
+  bool pending() const { return !transfers_.empty(); }
+  TransferQueues& transfers() { return transfers_; }
+  const TransferQueues& transfers() const { return transfers_; }
   const Status& failure() const { return failure_; }
-
-  void Post(Direction direction, const Transfer& transfer) {
-    (direction == Direction::kSend ? sends_ : receives_).push_back(transfer);
-  }
 
   // Moves all bytes that the rings accept and offer now. Removes completed tickets from `open`.
   // Returns true if any bytes moved.
@@ -186,29 +183,13 @@ class RingLink {
     }
   }
 
-  const Transfer* Find(Ticket ticket, Direction* direction) const {
-    for (const auto* queue : {&sends_, &receives_}) {
-      for (const Transfer& transfer : *queue) {
-        if (transfer.ticket != ticket) continue;
-        *direction = queue == &sends_ ? Direction::kSend : Direction::kReceive;
-        return &transfer;
-      }
-    }
-    return nullptr;
-  }
-
-  void DropAll() {
-    sends_.clear();
-    receives_.clear();
-  }
-
   void WakePeer() { RingBell(slot_); }
 
  private:
   bool AdvanceSends(std::unordered_set<Ticket>& open) {
     bool moved = false;
-    while (!sends_.empty()) {
-      Transfer& transfer = sends_.front();
+    while (!transfers_.sends.empty()) {
+      Transfer& transfer = transfers_.sends.front();
       while (transfer.done < transfer.total()) {
         const size_t count = outgoing_.Write(Rest(transfer));
         if (count == 0) return moved;
@@ -216,15 +197,15 @@ class RingLink {
         moved = true;
       }
       open.erase(transfer.ticket);
-      sends_.pop_front();
+      transfers_.sends.pop_front();
     }
     return moved;
   }
 
   bool AdvanceReceives(std::unordered_set<Ticket>& open) {
     bool moved = false;
-    while (!receives_.empty()) {
-      Transfer& transfer = receives_.front();
+    while (!transfers_.receives.empty()) {
+      Transfer& transfer = transfers_.receives.front();
       while (transfer.done < transfer.total()) {
         const size_t count = incoming_.Read(Rest(transfer));
         if (count == 0) return moved;
@@ -236,7 +217,7 @@ class RingLink {
         }
       }
       open.erase(transfer.ticket);
-      receives_.pop_front();
+      transfers_.receives.pop_front();
     }
     return moved;
   }
@@ -262,15 +243,15 @@ class RingLink {
 
   // Returns the name of the failing transfer.
   std::string Front() const {
-    return TransferName(receives_.empty() ? Direction::kSend : Direction::kReceive, peer_);
+    return TransferName(transfers_.receives.empty() ? Direction::kSend : Direction::kReceive,
+                        peer_);
   }
 
   int peer_;
   RankSlot& slot_;  // the peer's
   Ring outgoing_;
   Ring incoming_;
-  std::deque<Transfer> sends_;
-  std::deque<Transfer> receives_;
+  TransferQueues transfers_;
   Status failure_;
 };
 
@@ -319,9 +300,9 @@ class MemoryTransport final : public Transport {
       const uint32_t bell = own_.bell.load();
       const bool moved = AdvanceLinks();
       if (Status failure = FirstFailure(); !failure.ok()) return Break(failure);
-      const Ticket* open = FirstOpen(tickets);
+      const Ticket* open = FirstOpen(tickets, open_);
       if (open == nullptr) return Status();
-      if (deadline.Expired()) return Break(Late(*open));
+      if (deadline.Expired()) return Break(LateTicket(links_, *open));
       if (!moved && !(spins_ && Spin(bell))) Sleep(lock, bell, deadline);
     }
   }
@@ -363,7 +344,7 @@ class MemoryTransport final : public Transport {
     if (sending) transfer.header = EncodeMessageHeader({false, size, StatusCode::kAborted});
     open_.insert(transfer.ticket);
     RingLink& link = LinkTo(peer);
-    link.Post(direction, transfer);
+    link.transfers().Post(direction, transfer);
     // Sends small messages before the wait. Wait reports any failure of this.
     if (sending) link.Advance(open_);
     return transfer.ticket;
@@ -378,24 +359,6 @@ class MemoryTransport final : public Transport {
   Status FirstFailure() const {
     for (const RingLink& link : links_) SHVD_TRY(link.failure());
     return Status();
-  }
-
-  const Ticket* FirstOpen(Span<const Ticket> tickets) const {
-    for (const Ticket& ticket : tickets) {
-      if (open_.count(ticket) != 0) return &ticket;
-    }
-    return nullptr;
-  }
-
-  Status Late(Ticket ticket) const {
-    for (const RingLink& link : links_) {
-      Direction direction{};
-      const Transfer* transfer = link.Find(ticket, &direction);
-      if (transfer == nullptr) continue;
-      return LateTransfer(direction, link.peer(), transfer->payload_done(), transfer->size,
-                          transfer->length != nullptr ? kAtMost : kExactly);
-    }
-    return Status(StatusCode::kInternal, "an open ticket belongs to no link");
   }
 
   // Returns whether the bell changes within a moment.
@@ -426,7 +389,7 @@ class MemoryTransport final : public Transport {
   Status Break(const Status& why) {
     broken_ = why;
     Leave(kHasAborted, why);
-    for (RingLink& link : links_) link.DropAll();
+    for (RingLink& link : links_) link.transfers().Clear();
     open_.clear();
     return why;
   }

@@ -16,7 +16,6 @@
 #include <cerrno>
 #include <chrono>
 #include <condition_variable>
-#include <deque>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -82,12 +81,10 @@ class Link {
 
   int peer() const { return peer_; }
   bool connected() const { return socket_.stream.valid(); }
-  bool pending() const { return !sends_.empty() || !receives_.empty(); }
+  bool pending() const { return !transfers_.empty(); }
+  TransferQueues& transfers() { return transfers_; }
+  const TransferQueues& transfers() const { return transfers_; }
   const Status& failure() const { return failure_; }
-
-  void Post(Direction direction, const Transfer& transfer) {
-    (direction == Direction::kSend ? sends_ : receives_).push_back(transfer);
-  }
 
   // Moves all bytes that the socket accepts and offers now. Removes completed tickets from `open`.
   // Returns true if any bytes moved.
@@ -105,8 +102,8 @@ class Link {
   void AppendPollFds(std::vector<pollfd>& fds) const {
     // A peer that has stopped sending is lost, even for a rank that only sends to it.
     short events = POLLRDHUP;
-    if (!sends_.empty()) events |= POLLOUT;
-    if (!receives_.empty()) events |= POLLIN;
+    if (!transfers_.sends.empty()) events |= POLLOUT;
+    if (!transfers_.receives.empty()) events |= POLLIN;
     fds.push_back({socket_.stream.get(), events, 0});
     fds.push_back({socket_.process.get(), POLLIN, 0});
   }
@@ -114,7 +111,8 @@ class Link {
   // Checks whether the peer has ended. Called with poll's events if they moved no bytes.
   void Judge(short stream_events, short process_events) {
     if (!failure_.ok() || !pending()) return;
-    if ((stream_events & (POLLRDHUP | POLLHUP | POLLERR)) != 0 && receives_.empty()) End(kClosed);
+    if ((stream_events & (POLLRDHUP | POLLHUP | POLLERR)) != 0 && transfers_.receives.empty())
+      End(kClosed);
     if (failure_.ok() && (process_events & POLLIN) != 0) End("its process has ended");
   }
 
@@ -124,22 +122,11 @@ class Link {
     }
   }
 
-  const Transfer* Find(Ticket ticket, Direction* direction) const {
-    for (const auto* queue : {&sends_, &receives_}) {
-      for (const Transfer& transfer : *queue) {
-        if (transfer.ticket != ticket) continue;
-        *direction = queue == &sends_ ? Direction::kSend : Direction::kReceive;
-        return &transfer;
-      }
-    }
-    return nullptr;
-  }
-
   // Sends the reason unless a message is half sent, and ends the connection. Buffers are no longer
   // touched.
   void Close(const Status* why) {
     if (!connected()) return;
-    const bool between_messages = sends_.empty() || sends_.front().done == 0;
+    const bool between_messages = transfers_.sends.empty() || transfers_.sends.front().done == 0;
     if (why != nullptr && between_messages) {
       // Without memory for the reason, the peer only notices the end.
       static_cast<void>(Guarded([&] { return SendFarewell(*why); }));
@@ -147,8 +134,7 @@ class Link {
     // Ends only this direction. Otherwise the kernel would answer later data of the peer with a
     // reset, which discards data of completed transfers that the peer has not read yet.
     ::shutdown(socket_.stream.get(), SHUT_WR);
-    sends_.clear();
-    receives_.clear();
+    transfers_.Clear();
   }
 
   // Waits for sent data to arrive, because closing a socket with unread data resets it, too.
@@ -177,8 +163,8 @@ class Link {
   }
 
   bool AdvanceSend(std::unordered_set<Ticket>& open) {
-    if (sends_.empty()) return false;
-    Transfer& transfer = sends_.front();
+    if (transfers_.sends.empty()) return false;
+    Transfer& transfer = transfers_.sends.front();
     Remaining remaining(transfer);
     const ssize_t count = ::sendmsg(socket_.stream.get(), remaining.message(), MSG_NOSIGNAL);
     const Move move = Classify(count);
@@ -187,14 +173,14 @@ class Link {
     transfer.done += static_cast<size_t>(count);
     if (transfer.done == transfer.total()) {
       open.erase(transfer.ticket);
-      sends_.pop_front();
+      transfers_.sends.pop_front();
     }
     return true;
   }
 
   bool AdvanceReceive(std::unordered_set<Ticket>& open) {
-    if (receives_.empty()) return false;
-    Transfer& transfer = receives_.front();
+    if (transfers_.receives.empty()) return false;
+    Transfer& transfer = transfers_.receives.front();
     Remaining remaining(transfer);
     const size_t before = transfer.done;
     const ssize_t count = ::recvmsg(socket_.stream.get(), remaining.message(), 0);
@@ -207,7 +193,7 @@ class Link {
     }
     if (transfer.done == transfer.total()) {
       open.erase(transfer.ticket);
-      receives_.pop_front();
+      transfers_.receives.pop_front();
     }
     return true;
   }
@@ -248,7 +234,8 @@ class Link {
 
   // Ends the link, because the peer has ended. Its farewell may be unread if no receive was posted.
   void End(const std::string& how) {
-    const bool between_messages = receives_.empty() || receives_.front().done == 0;
+    const bool between_messages =
+        transfers_.receives.empty() || transfers_.receives.front().done == 0;
     std::array<std::byte, kMessageHeaderBytes> bytes;
     if (between_messages) {
       auto count = ReadSome(socket_.stream.get(), Bytes(bytes.data(), bytes.size()));
@@ -262,14 +249,14 @@ class Link {
 
   // Returns the name of the failing transfer.
   std::string Front() const {
-    return TransferName(receives_.empty() ? Direction::kSend : Direction::kReceive, peer_);
+    return TransferName(transfers_.receives.empty() ? Direction::kSend : Direction::kReceive,
+                        peer_);
   }
 
   int peer_;
   PeerSocket socket_;
   HostWatch host_;
-  std::deque<Transfer> sends_;
-  std::deque<Transfer> receives_;
+  TransferQueues transfers_;
   Status failure_;
 };
 
@@ -312,9 +299,9 @@ class SocketTransport final : public Transport {
       if (broken_) return *broken_;
       const bool moved = AdvanceLinks();
       if (Status failure = FirstFailure(); !failure.ok()) return Break(failure);
-      const Ticket* open = FirstOpen(tickets);
+      const Ticket* open = FirstOpen(tickets, open_);
       if (open == nullptr) return Status();
-      if (deadline.Expired()) return Break(Late(*open));
+      if (deadline.Expired()) return Break(LateTicket(links_, *open));
       if (!moved) SHVD_TRY(AwaitSockets(lock, deadline));
     }
   }
@@ -342,7 +329,7 @@ class SocketTransport final : public Transport {
     if (sending) transfer.header = EncodeMessageHeader({false, size, StatusCode::kAborted});
     open_.insert(transfer.ticket);
     Link& link = links_[static_cast<size_t>(peer)];
-    link.Post(direction, transfer);
+    link.transfers().Post(direction, transfer);
     // Sends small messages before the wait. Wait reports any failure of this.
     if (sending) link.Advance(open_);
     return transfer.ticket;
@@ -365,24 +352,6 @@ class SocketTransport final : public Transport {
   Status FirstFailure() const {
     for (const Link& link : links_) SHVD_TRY(link.failure());
     return Status();
-  }
-
-  const Ticket* FirstOpen(Span<const Ticket> tickets) const {
-    for (const Ticket& ticket : tickets) {
-      if (open_.count(ticket) != 0) return &ticket;
-    }
-    return nullptr;
-  }
-
-  Status Late(Ticket ticket) const {
-    for (const Link& link : links_) {
-      Direction direction{};
-      const Transfer* transfer = link.Find(ticket, &direction);
-      if (transfer == nullptr) continue;
-      return LateTransfer(direction, link.peer(), transfer->payload_done(), transfer->size,
-                          transfer->length != nullptr ? kAtMost : kExactly);
-    }
-    return Status(StatusCode::kInternal, "an open ticket belongs to no link");
   }
 
   // Sleeps without the mutex until a socket is ready, a peer ends, or Abort is called.
