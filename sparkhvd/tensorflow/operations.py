@@ -24,6 +24,7 @@ from sparkhvd.tensorflow.compression import Compression, Compressor
 from sparkhvd.tensorflow.tensors import (
     array_of,
     as_dtype,
+    dense_tensor,
     graph_name,
     outside_graph,
     rank_in,
@@ -112,7 +113,7 @@ def grouped_allreduce(  # noqa: PLR0917  the order of the arguments is Horovod's
     scaled = Reduction(reduction(average, op), prescale_factor, postscale_factor)
     slices = [tensor for tensor in tensors if isinstance(tensor, tf.IndexedSlices)]
     gathered = iter(reduce_slices(slices, scaled, name and f"{name}.sparse", process_set) if slices else ())
-    values = [tf.convert_to_tensor(tensor) for tensor in tensors if not isinstance(tensor, tf.IndexedSlices)]
+    values = [dense_tensor(tensor) for tensor in tensors if not isinstance(tensor, tf.IndexedSlices)]
     full_name = graph_name("allreduce", name) if values else None
     # A tensor may be in the group twice, so its own name does not identify its position.
     names = [f"{full_name}.{i}" if full_name and len(values) > 1 else full_name for i in range(len(values))]
@@ -178,7 +179,7 @@ def broadcast(tensor: Any, root_rank: int, name: str | None = None, process_set:
         name: the operation's name, equal on all ranks; None numbers it (in a graph, by kind and order).
         process_set: the ranks that take part, all by default.
     """
-    tensor = tf.convert_to_tensor(tensor)
+    tensor = dense_tensor(tensor)
     name = graph_name("broadcast", name)
 
     def run(value: tf.Tensor) -> Sequence[Array]:
@@ -217,7 +218,7 @@ def grouped_allgather(
     """Gather several tensors in one operation; see ``allgather``."""
     if not tensors:
         return []
-    values = [tf.convert_to_tensor(tensor) for tensor in tensors]
+    values = [dense_tensor(tensor) for tensor in tensors]
     full_name = graph_name("allgather", name)
 
     def run(*eager: tf.Tensor) -> Sequence[Any]:
@@ -287,7 +288,7 @@ def grouped_reducescatter(  # noqa: PLR0917  the order of the arguments is Horov
     if not tensors:
         return []
     require_compressor(compression)
-    packed, contexts = zip(*(compression.compress(tf.convert_to_tensor(tensor)) for tensor in tensors), strict=True)
+    packed, contexts = zip(*(compression.compress(dense_tensor(tensor)) for tensor in tensors), strict=True)
     full_name = graph_name("reducescatter", name)
 
     def run(*eager: tf.Tensor) -> Sequence[Array]:
@@ -326,7 +327,7 @@ def alltoall(
         name: the operation's name, equal on all ranks; None numbers it (in a graph, by kind and order).
         process_set: the ranks that take part, all by default.
     """
-    tensor = tf.convert_to_tensor(tensor)
+    tensor = dense_tensor(tensor)
     full_name = graph_name("alltoall", name)
     split_tensors = [] if splits is None else [_row_counts(splits)]
 

@@ -45,6 +45,19 @@ def without_autograph(function: Function) -> Function:
     return exempt
 
 
+def dense_tensor(value: Any) -> tf.Tensor:
+    """Convert a value to the dense tensor that a collective takes.
+
+    Raises:
+        ConfigError: the value is a ragged or sparse tensor.
+    """
+    if isinstance(value, tf.RaggedTensor):
+        raise ConfigError("Collectives take no tf.RaggedTensor; pass its flat_values and its row_lengths().")
+    if isinstance(value, tf.SparseTensor):
+        raise ConfigError("Collectives take no tf.SparseTensor; convert it with tf.sparse.to_dense().")
+    return tf.convert_to_tensor(value)
+
+
 def array_of(tensor: tf.Tensor, what: str) -> Array:
     """Return the values of an eager tensor. The array shares the memory of a CPU tensor, so it must not be written to.
 

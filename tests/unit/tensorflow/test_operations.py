@@ -512,6 +512,14 @@ def test_a_local_layer_of_a_tape_must_be_built():
         hvd.PartialDistributedGradientTape(tf.GradientTape(), local_layers=layer)
 
 
+@pytest.mark.parametrize("collective", [hvd.allreduce, hvd.allgather, hvd.alltoall, hvd.reducescatter])
+def test_ragged_and_sparse_tensors_are_rejected_with_a_remedy(collective):
+    with pytest.raises(ConfigError, match=r"no tf\.RaggedTensor; pass its flat_values and its row_lengths\(\)"):
+        collective(tf.ragged.constant([[1.0], [2.0, 3.0]]))
+    with pytest.raises(ConfigError, match=r"no tf\.SparseTensor; convert it with tf\.sparse\.to_dense"):
+        collective(tf.sparse.from_dense([[1.0, 0.0]]))
+
+
 def test_graphs_and_sessions_of_tensorflow_1_are_rejected_at_once():
     with tf.Graph().as_default(), pytest.raises(ConfigError, match="move the training step"):
         hvd.allreduce(tf.constant([1.0]))
