@@ -260,6 +260,12 @@ def test_a_fit_finds_its_own_run_by_content(store, spark):
     with pytest.raises(ParamError, match=r"which was trained for 2 epochs, more than epochs=1\. Set epochs=2 to get"):
         estimator(store, **params, epochs=1).fit(df)
     one = estimator(store, **params)
+    of_each_map = [{one.batch_size: 20, one.epochs: 1}, {one.batch_size: 30, one.epochs: 1}]
+    models = one.fit(df, of_each_map, resume="auto")
+    with mock.patch.object(estimator_api, "run_ranks", side_effect=AssertionError("no ranks are needed")):
+        found = one.fit(df, of_each_map, resume="auto")
+    assert [model.getRunId() for model in found] == [model.getRunId() for model in models]
+    assert len({first.getRunId(), *(model.getRunId() for model in models)}) == 3
     maps = [{}, {one.epochs: 1}, {one.epochs: 2}, {one.num_proc: 2}, {one.callbacks: [KillOnce("marker", 1, 1)]}]
     others = [
         *(one.copy(each) for each in maps),

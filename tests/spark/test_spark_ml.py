@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from pyspark.ml.tuning import CrossValidator, ParamGridBuilder, TrainValidationS
 
 from sparkhvd import Store, TorchEstimator
 from sparkhvd.errors import ParamError
+from sparkhvd.estimators.api import estimator as estimator_api
 
 pytestmark = pytest.mark.spark
 
@@ -58,7 +60,10 @@ def test_a_parameter_grid_is_searched_in_parallel_and_fits_share_prepared_rows(l
     search = CrossValidator(
         estimator=pipeline, estimatorParamMaps=grid, evaluator=evaluator, parallelism=2, numFolds=2, seed=1
     )
-    best_pipeline = search.fit(line)
+    with mock.patch.object(estimator_api, "track") as tracked:
+        best_pipeline = search.fit(line)
+    parts = sorted(call.args[3].name for call in tracked.call_args_list)
+    assert parts == ["all rows", *["fold 1 of 2"] * 2, *["fold 2 of 2"] * 2], "the names of the fits' MLflow runs"
     few, many = best_pipeline.avgMetrics
     assert many < few / 2
     best = best_pipeline.bestModel.stages[-1]

@@ -585,20 +585,30 @@ class OwnStep(keras.Model):
         values, labels = data[-1]
         return {"loss": keras.ops.mean((labels - self(values)) ** 2)}
 
+    def train_step(self, *data):
+        values, labels = data[-1][:2]
+        distance(labels, self(values))
+        return super().train_step(*data)
+
+
+def distance(labels, outputs):
+    return keras.ops.mean(keras.ops.absolute(labels - outputs))
+
 
 def train_on_doubles():
     data = schema(x=("feature", "float64", (6,), "array"), y=("label", "float64", (1,), "array"))
     model, all_rows = OwnStep(), rows(8)
     model(np.zeros((1, 6), np.float32))
-    params = parameters(data, model=model, loss="mse", metrics=None)
+    params = parameters(data, model=model, loss="mse", metrics=[distance])
     trainer = PLUGIN.trainer(PLUGIN.pack(params), spec(data), session.current().world)
     columns = {"x": all_rows["x"], "y": all_rows["w"][:, None]}
     own = partition_rows(columns, [(4, 4)], session.current().world.rank, data)
     trainer.fit(own, own, hooks := Hooks())
-    return hooks.reports[-1].validation["loss"][0]
+    report = hooks.reports[-1]
+    return [report.validation["loss"][0], *(report.train[name][0] for name in ("loss", "distance"))]
 
 
-def test_user_defined_steps_get_labels_with_the_dtype_of_model_fit(group):
+def test_user_defined_steps_and_metrics_get_labels_with_the_dtype_of_model_fit(group):
     assert np.isfinite(group.run(train_on_doubles)).all()
 
 

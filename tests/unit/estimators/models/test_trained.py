@@ -37,6 +37,7 @@ def test_a_model_is_saved_at_the_url_of_a_store(tmp_path):
 
 def test_a_schema_is_enough_to_wrap_a_model_that_rejects_zeros():
     model = TorchModel.from_model(IdsFromOne(), ID, feature_cols=["id"])
+    assert repr(model) == "TorchModel(feature_columns=['id'])"
     assert model.output_columns()[0].vector
 
 
