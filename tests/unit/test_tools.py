@@ -31,3 +31,12 @@ def test_the_pythons_of_a_build_are_those_of_the_variable_on_path_or_from_pyenv(
     refused = _pythons(**machine, PYTHONS="python3.11 python3.13")
     assert refused.returncode == 1
     assert refused.stderr == "PYTHONS names python3.13, which does not run.\n"
+
+
+def test_the_gpu_suite_is_skipped_with_a_message_if_nvidia_smi_shows_no_gpu(tmp_path: Path) -> None:
+    no_gpu = tmp_path / "nvidia-smi"
+    no_gpu.write_text("#!/bin/sh\necho 'No devices were found' >&2\nexit 6\n")
+    no_gpu.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    skipped = subprocess.run([_TOOLS / "test-gpu"], capture_output=True, text=True, check=True, env=environment)
+    assert skipped.stdout == "GPU suite: skipped, because nvidia-smi shows no GPU on this machine.\n"

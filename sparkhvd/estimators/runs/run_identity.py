@@ -64,8 +64,8 @@ def run_id_by_content(estimator_class: str, df: DataFrame, selection: Selection,
     if rows is None:
         raise ParamError(
             "resume='auto' identifies a run by its rows, but their content cannot be determined: the DataFrame "
-            "contains a user-defined function, a cache or a random expression, or was created from an RDD, from rows of "
-            "the driver, or through Spark Connect. Pass a run_id instead."
+            "contains a user-defined function, a cache or a random expression, or was created from an RDD, from rows "
+            "of the driver, or through Spark Connect. Pass a run_id instead."
         )
 
     def digest(*, weights: bool) -> str:
