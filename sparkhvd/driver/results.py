@@ -68,7 +68,9 @@ def unpickled(contents: Sequence[bytes]) -> list[Any]:
     for rank, content in enumerate(contents):
         try:
             results.append(cloudpickle.loads(content))
-        except Exception as error:  # unpickling runs the user's code
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # unpickling runs the user's code, which may even call sys.exit
             raise LaunchError(
                 f"fn succeeded on all ranks, but the driver cannot unpickle the result of rank {rank}: "
                 f"{type(error).__name__}: {str(error).rstrip('.')}. Return plain values, such as numbers, strings "

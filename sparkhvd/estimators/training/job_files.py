@@ -18,6 +18,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Literal, Protocol
 
+from sparkhvd._util.error_chain import error_chain
 from sparkhvd.compat.spark import is_connect
 from sparkhvd.errors import ParamError, StoreError
 from sparkhvd.store.protocol import Store
@@ -238,12 +239,11 @@ def naming_full_disk(folder: str) -> Iterator[None]:
         ) from error
 
 
-def _full_disk(error: BaseException | None) -> OSError | None:
+def _full_disk(raised: BaseException) -> OSError | None:
     """Return the error of a full disk that caused another one, perhaps within a library."""
-    while error is not None:
+    for error in error_chain(raised):
         if isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
             return error
-        error = error.__cause__ or error.__context__
     return None
 
 

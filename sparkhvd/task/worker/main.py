@@ -24,6 +24,7 @@ from typing import NoReturn
 import cloudpickle
 
 from sparkhvd._util.class_pickling import dumps
+from sparkhvd._util.error_chain import error_chain
 from sparkhvd._util.framework_imports import gc_paused_for_import
 from sparkhvd._util.texts import first_line
 from sparkhvd.comm import session
@@ -165,7 +166,7 @@ def run_payload(payload: bytes, on_end: Callable[[], None] = lambda: None) -> Re
     except ModuleNotFoundError as error:
         return _raised_report(error, _not_importable(error.name), STARTING)
     except Exception as error:  # noqa: BLE001 - unpickling runs the user's code
-        return _raised_report(error, f"could not unpickle fn: {type(error).__name__}: {error}", STARTING)
+        return _raised_report(error, f"could not unpickle fn: {type(error).__name__}: {_message(error)}", STARTING)
     try:
         result = fn(*args, **kwargs)
     except BaseException as error:  # noqa: BLE001 - the user's code may raise anything; the report carries it
@@ -181,7 +182,8 @@ def run_payload(payload: bytes, on_end: Callable[[], None] = lambda: None) -> Re
     try:
         return Returned(dumps(result))
     except Exception as error:  # noqa: BLE001 - pickling runs the user's code
-        return _raised_report(error, f"returned a {type(result).__name__} that cannot be pickled: {error}", ENDED)
+        cause = f"returned a {type(result).__name__} that cannot be pickled: {_message(error)}"
+        return _raised_report(error, cause, ENDED)
 
 
 def _end_child(error: BaseException | None) -> NoReturn:
@@ -251,10 +253,10 @@ def _not_importable(module: str | None) -> str:
     )
 
 
-def _is_secondary(error: BaseException | None) -> bool:
+def _is_secondary(raised: BaseException) -> bool:
     """Return whether another rank's failure caused this error, judged by its type and message."""
     own_rank = session.launch_context().world.rank
-    while error is not None:
+    for error in error_chain(raised):
         if isinstance(error, AuthenticationError):
             return True  # a peer that ends during the handshake looks like one that does not know the secret
         if isinstance(error, CollectiveError | DeadlineExceededError) and not isinstance(error, MismatchError):
@@ -262,7 +264,6 @@ def _is_secondary(error: BaseException | None) -> bool:
             others = {int(rank) for rank in _RANKS.findall(str(error))} - {own_rank}
             is_own_failure = str(error).startswith(f"rank {own_rank}: ")
             return type(error) is not CollectiveError or (bool(others) and not is_own_failure)
-        error = error.__cause__ or error.__context__
     return False
 
 

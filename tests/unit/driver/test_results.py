@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 
 import cloudpickle
@@ -109,10 +110,17 @@ class ObjectOfAnotherMachine:
         return refuse_to_unpickle, ()
 
 
+class ObjectThatExits:
+    def __reduce__(self):
+        return sys.exit, (0,)
+
+
 def test_a_result_that_the_driver_cannot_unpickle_is_reported_with_its_rank():
     with pytest.raises(LaunchError, match=r"rank 0: RuntimeError: Not on this machine\. Return plain values"):
         unpickled([cloudpickle.dumps(ObjectOfAnotherMachine())])
     contents = [cloudpickle.dumps(3), cloudpickle.dumps(ObjectOfAnotherVersion())]
     with pytest.raises(LaunchError, match=r"cannot unpickle the result of rank 1: AttributeError: .*no_longer_exists"):
         unpickled(contents)
+    with pytest.raises(LaunchError, match="cannot unpickle the result of rank 0: SystemExit: 0"):
+        unpickled([cloudpickle.dumps(ObjectThatExits())])
     assert unpickled(contents[:1] * 2) == [3, 3]

@@ -86,6 +86,30 @@ def test_an_error_whose_text_raises_is_reported_by_its_type():
     assert "UnprintableError" in report.traceback
 
 
+class Unpicklable:
+    def __reduce__(self):
+        raise UnprintableError
+
+
+def test_a_result_whose_pickling_raises_such_an_error_is_reported_too():
+    cause = run_payload(call(Unpicklable)).cause
+    assert cause.startswith("returned a Unpicklable that cannot be pickled: (its message cannot be shown")
+
+
+def throw_from_its_consequence() -> None:
+    first, second = ValueError("first"), ValueError("second")
+    try:
+        raise second from first
+    except ValueError as error:
+        raise first from error
+
+
+def test_an_error_that_caused_its_own_cause_is_reported():
+    report = run_payload(call(throw_from_its_consequence))
+    assert report.cause == "raised ValueError: first"
+    assert not report.secondary
+
+
 def test_exit_codes_are_described_by_their_cause():
     assert isinstance(run_payload(call(leave_with, 0)), Returned)
     assert isinstance(run_payload(call(leave_with, None)), Returned)
