@@ -19,8 +19,9 @@ from sparkhvd.comm.collectives import arrays, direct, raw
 from sparkhvd.comm.collectives.buffers import buffer_of
 from sparkhvd.comm.collectives.options import SubmitOptions
 from sparkhvd.comm.connect.launch_context import LaunchContext
+from sparkhvd.comm.connect.mpi import MpiCommunicator
 from sparkhvd.comm.failures import translated
-from sparkhvd.comm.process_sets import MpiCommunicator, ProcessSet, Proposal, RegisteredSet, agreed_sets
+from sparkhvd.comm.process_sets import ProcessSet, Proposal, RegisteredSet, agreed_sets
 from sparkhvd.comm.stall.detector import StallDetector
 from sparkhvd.comm.stall.report import StallReport
 from sparkhvd.comm.timeline import recording_name, timeline_path
@@ -251,6 +252,7 @@ class Communicator:
 
         Raises:
             MismatchError: on every rank, if the ranks ask for different sets.
+            DeadlineExceededError: a rank does not call it, or a member of an MPI communicator passes another one.
             ConfigError: on every rank, if the set already exists or one of its ranks is not in the job.
         """
         requested = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
@@ -260,7 +262,7 @@ class Communicator:
             given_ranks = requested.given_ranks
             proposals = self._exchange(Proposal(given_ranks or (), split=given_ranks is None))
             if all(proposal.split for proposal in proposals):  # all ranks have called: MPI would wait without a limit
-                proposals = self._exchange(requested.proposal(self._world.rank))
+                proposals = self._exchange(requested.proposal(self._world.rank, self._context.config.start_timeout))
             own_registration: RegisteredSet | None = None
             if self._next_set == 1 and self._channels[0].on_devices:
                 self.barrier(name=_core.SHARE_DEVICE_NAME)
@@ -283,11 +285,12 @@ class Communicator:
 
         Raises:
             ConfigError: there is no set of the same ranks.
+            DeadlineExceededError: a member of an MPI communicator does not call it within ``start_timeout``.
         """
         with self._sets_lock:
             numbers = {ranks: number for number, ranks in self._sets.items() if number != 0}
             missing = [
-                (process_set, process_set.proposal(self._world.rank).ranks)
+                (process_set, process_set.proposal(self._world.rank, self._context.config.start_timeout).ranks)
                 for process_set in process_sets
                 if process_set.process_set_id is None
             ]

@@ -5,18 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import index
-from typing import Protocol, runtime_checkable
 
-from sparkhvd.errors import ConfigError, MismatchError, NotInitializedError
-
-
-@runtime_checkable
-class MpiCommunicator(Protocol):
-    """The part of an ``mpi4py.MPI.Comm`` that process sets use; a null communicator is false."""
-
-    def allgather(self, sendobj: int) -> list[int]:
-        """Return the objects of all members."""
-        ...
+from sparkhvd.comm.connect.mpi import MpiCommunicator, have_all_called
+from sparkhvd.deadline import Deadline
+from sparkhvd.errors import ConfigError, DeadlineExceededError, MismatchError, NotInitializedError
 
 
 @dataclass(frozen=True)
@@ -119,11 +111,23 @@ class ProcessSet:
         """Make the set usable, or with None unusable; only the communicator calls this."""
         self._registration = registration
 
-    def proposal(self, own_rank: int) -> Proposal:
-        """Return the proposal of rank ``own_rank``; collective among the members of an MPI communicator."""
+    def proposal(self, own_rank: int, start_timeout: float) -> Proposal:
+        """Return the proposal of rank ``own_rank``; collective among the members of an MPI communicator.
+
+        Raises:
+            DeadlineExceededError: not all members call it within ``start_timeout`` seconds.
+        """
         if self.mpi_comm is None:
             return Proposal(self._requested_ranks)
-        return Proposal(tuple(sorted(self.mpi_comm.allgather(own_rank))) if self.mpi_comm else (), split=True)
+        if not self.mpi_comm:
+            return Proposal((), split=True)
+        if not have_all_called(self.mpi_comm, Deadline.after(start_timeout)):
+            raise DeadlineExceededError(
+                f"Rank {own_rank} waited start_timeout={start_timeout:g} s for all members of an MPI communicator to "
+                "register their process set, but at least one of them did not. Register the set on all members, with "
+                "the same communicator, or raise SPARKHVD_START_TIMEOUT."
+            )
+        return Proposal(tuple(sorted(self.mpi_comm.allgather(own_rank))), split=True)
 
     def _require_registration(self) -> RegisteredSet:
         if self._registration is None:

@@ -23,8 +23,9 @@ from sparkhvd.comm.connect.generation_watch import GenerationWatch
 from sparkhvd.comm.connect.inherited_world import inherited_world
 from sparkhvd.comm.connect.launch_context import LaunchContext
 from sparkhvd.comm.connect.membership import LOST_CONNECTIONS, Membership, scope_of
+from sparkhvd.comm.connect.mpi import MpiCommunicator
 from sparkhvd.comm.connect.rendezvous import RendezvousClient, RendezvousServer
-from sparkhvd.comm.process_sets import MpiCommunicator, ProcessSet, require_addable
+from sparkhvd.comm.process_sets import ProcessSet, require_addable
 from sparkhvd.comm.stall.report import StallReport
 from sparkhvd.comm.stall.stragglers import Straggler, publish_straggler
 from sparkhvd.comm.subset import subset

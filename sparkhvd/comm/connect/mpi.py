@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from sparkhvd._util.addresses import address_to_bind
 from sparkhvd._util.background import in_background, is_done_within
@@ -31,6 +31,27 @@ if TYPE_CHECKING:
 
 _TOKEN_BYTES = 32
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1e-5, 1e-2
+
+
+class MpiRequest(Protocol):
+    """The part of an ``mpi4py.MPI.Request`` that sparkhvd uses for process sets."""
+
+    def Test(self) -> bool:  # noqa: N802 - the name is mpi4py's
+        """Return whether the operation has completed."""
+        ...
+
+
+@runtime_checkable
+class MpiCommunicator(Protocol):
+    """The part of an ``mpi4py.MPI.Comm`` that process sets use; a null communicator is false."""
+
+    def allgather(self, sendobj: int) -> list[int]:
+        """Return the objects of all members."""
+        ...
+
+    def Ibarrier(self) -> MpiRequest:  # noqa: N802 - the name is mpi4py's
+        """Return a request that completes when all members have called this."""
+        ...
 
 
 def available() -> bool:
@@ -132,7 +153,8 @@ def _position(comm: MPI.Intracomm | Sequence[int]) -> tuple[int, int]:
 
 def _agree(comm: MPI.Intracomm | Sequence[int], config: Config, deadline: Deadline) -> Agreement:
     communicator = _of_ranks(comm) if isinstance(comm, Sequence) else comm
-    _wait_for_all(communicator, config.start_timeout, deadline)
+    if not have_all_called(communicator, deadline):
+        raise _missing_ranks(communicator.Get_rank(), communicator.Get_size(), config.start_timeout)
     duplicate = communicator.Dup()  # separates these messages from those of the program
     try:
         return _exchange_contexts(duplicate, config)
@@ -146,15 +168,19 @@ def _of_ranks(ranks: Sequence[int]) -> MPI.Intracomm:
     return world.Create_group(world.Get_group().Incl(list(ranks)))
 
 
-def _wait_for_all(communicator: MPI.Intracomm, seconds: float, deadline: Deadline) -> None:
-    """Wait until all ranks of the communicator have called: MPI's own collectives would use a processor core."""
+def have_all_called(communicator: MpiCommunicator, deadline: Deadline) -> bool:
+    """Wait until all ranks of the communicator have called this, and return whether they have by the deadline.
+
+    MPI's own collectives would wait without a limit, and use a processor core.
+    """
     pause = _FIRST_PAUSE_SECONDS
     barrier = communicator.Ibarrier()
     while not barrier.Test():
         if deadline.expired():
-            raise _missing_ranks(communicator.Get_rank(), communicator.Get_size(), seconds)
+            return False
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+    return True
 
 
 def _missing_ranks(rank: int, size: int, seconds: float) -> DeadlineExceededError:

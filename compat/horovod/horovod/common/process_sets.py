@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from sparkhvd.comm import interface
+from sparkhvd.comm.connect.mpi import MpiCommunicator
 from sparkhvd.comm.interface import global_process_set, remove_process_set
-from sparkhvd.comm.process_sets import MpiCommunicator
 
 __all__ = ["ProcessSet", "add_process_set", "global_process_set", "remove_process_set"]
 

@@ -148,6 +148,30 @@ def test_a_process_set_of_a_communicator_that_a_rank_does_not_add_has_a_time_lim
 
 
 @needs_mpirun
+@pytest.mark.parametrize("late", ["a rank calls nothing", "a rank passes another communicator"])
+def test_finding_or_adding_a_process_set_without_all_members_has_a_time_limit(late, tmp_path):
+    script = """
+        from sparkhvd.errors import DeadlineExceededError
+        first, second = world.Split(0), world.Split(0)
+        session.init()
+        try:
+            if LATE == "a rank passes another communicator":
+                session.add_process_set(first if world.rank == 0 else second)
+            elif world.rank == 0:
+                session.init(process_sets=[first])
+        except DeadlineExceededError as error:
+            report(str(error))
+        else:
+            report("")
+        world.send("ended", 1 - world.rank)
+        world.recv(source=1 - world.rank)
+    """.replace("LATE", repr(late))
+    messages = run_by_mpi(tmp_path, 2, script, SPARKHVD_START_TIMEOUT="3")
+    assert messages[0].startswith("Rank 0 waited start_timeout=3 s for all members of an MPI communicator")
+    assert ("did not. Register the set on all members" in messages[1]) == (late != "a rank calls nothing")
+
+
+@needs_mpirun
 def test_init_takes_rank_and_size_from_mpi_and_both_work_in_one_program(tmp_path):
     script = """
         import sparkhvd.numpy as hvd
