@@ -77,6 +77,11 @@ class Channel:
             return f"{kind}.noname.{next(self.counts[kind])}"
         if not isinstance(name, str):
             raise ConfigError(f"The name of a collective must be a string, got {name!r}.")
+        if not name.isascii():
+            try:
+                name.encode()
+            except UnicodeEncodeError:
+                raise ConfigError(f"The name of a collective must be valid Unicode, got {name!a:.300}.") from None
         return name
 
     def name_of(self, owner: object, kind: str) -> str:

@@ -311,8 +311,11 @@ class Communicator:
             Whether the set was registered; the set of all ranks stays.
 
         Raises:
+            ConfigError: the argument is not a process set.
             MismatchError: on every rank, if the ranks remove different sets.
         """
+        if not isinstance(process_set, ProcessSet):
+            raise ConfigError(f"process_set must be an hvd.ProcessSet, got {process_set!r}.")
         number = process_set.process_set_id
         with self._sets_lock:
             numbers = self.allgather(np.array([-1 if number is None else number]), name="process_sets.remove")

@@ -10,6 +10,9 @@ from sparkhvd.comm.connect.mpi import MpiCommunicator, have_all_called
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import ConfigError, DeadlineExceededError, MismatchError, NotInitializedError
 
+# The ranks of a set travel as 64-bit integers.
+_MAX_RANK = 2**31 - 1
+
 
 @dataclass(frozen=True)
 class Proposal:
@@ -60,11 +63,17 @@ class ProcessSet:
         if isinstance(ranks_or_comm, MpiCommunicator):
             self.mpi_comm = ranks_or_comm
         else:
+            if not isinstance(ranks_or_comm, Iterable):
+                raise ConfigError(
+                    f"ProcessSet({ranks_or_comm!r}) is invalid: pass a list of ranks or a communicator of mpi4py."
+                )
             entries = list(ranks_or_comm)
             try:
                 self._requested_ranks = tuple(sorted(map(index, entries)))
             except TypeError:
                 raise ConfigError(f"ProcessSet({entries}) is invalid: ranks must be integers.") from None
+            if any(abs(rank) > _MAX_RANK for rank in self._requested_ranks):
+                raise ConfigError(f"ProcessSet({entries}) is invalid: ranks must be at most {_MAX_RANK}.")
             if not self._requested_ranks or len(set(self._requested_ranks)) < len(self._requested_ranks):
                 raise ConfigError(
                     f"ProcessSet({list(self._requested_ranks)}) is invalid: it needs at least one rank and no "

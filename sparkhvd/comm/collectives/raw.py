@@ -48,6 +48,8 @@ class Gathered:
             self.operation.move_output(address, stream)
 
 
+_MAX_ROWS = 2**63 - 1  # the core counts rows in 64 bits
+
 # The error of the gradient of a reducescatter, whose rows would be incomplete.
 MISSING_GRADIENTS = (
     "The gradient of a reducescatter needs the gradients of all ranks, but some ranks have joined. Compute the "
@@ -188,7 +190,7 @@ def alltoall_buffer(
                 "ranks; pass splits."
             )
         splits = [source.shape[0] // channel.size] * channel.size
-    elif not all(is_count(rows, 0) for rows in splits):
+    elif not all(is_count(rows, 0) and rows <= _MAX_ROWS for rows in splits):
         raise invalid_splits(list(splits))
     name = channel.named("alltoall", options.name)
     with translated():
@@ -316,6 +318,10 @@ def _require_numbers(prescale: float, postscale: float) -> None:
     for name, scale in (("prescale", prescale), ("postscale", postscale)):
         if not isinstance(scale, numbers.Real):
             raise ConfigError(f"The {name} factor must be a number, got {scale!r}.")
+        try:
+            float(scale)
+        except OverflowError:
+            raise ConfigError(f"The {name} factor must be within the range of 64-bit floats.") from None
 
 
 def _require_same_form(what: str, source: Buffer, target: Buffer) -> None:

@@ -491,6 +491,12 @@ def test_build_features_can_be_queried(alone):
         (lambda: hvd.alltoall(torch.ones(2), [-2]), "must hold one number of rows, at least 0, per rank"),
         (lambda: hvd.allreduce(torch.ones(2), name=5), "name of a collective must be a string, got 5"),
         (lambda: hvd.allgather(torch.ones(2), name=b"x"), "name of a collective must be a string, got b'x'"),
+        (lambda: hvd.allgather(torch.ones(2), name="\udcff"), r"must be valid Unicode, got '\\udcff'"),
+        (lambda: hvd.alltoall(torch.ones(2), [2**70]), "must hold one number of rows, at least 0, per rank"),
+        (lambda: hvd.allreduce(torch.ones(2), prescale_factor=10**400), "prescale factor must be within the range"),
+        (lambda: hvd.add_process_set([2**70]), "ranks must be at most 2147483647"),
+        (lambda: hvd.add_process_set(3), r"ProcessSet\(3\) is invalid: pass a list of ranks"),
+        (lambda: hvd.remove_process_set(None), "must be an hvd.ProcessSet, got None"),
         (lambda: hvd.allreduce(torch.ones(2), op="mean"), "must be Average, Sum, .* of hvd, got 'mean'"),
         (lambda: hvd.allreduce(torch.ones(2), prescale_factor="2"), "prescale factor must be a number, got '2'"),
         (
