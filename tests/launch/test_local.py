@@ -20,7 +20,7 @@ from sparkhvd.driver.launcher import LaunchRequest
 from sparkhvd.driver.launchers.local import LocalLauncher
 from sparkhvd.driver.log_stream import LogStream
 from sparkhvd.driver.user_code.payload import pickle_call
-from sparkhvd.errors import LaunchError, RankFailedError, StartTimeoutError
+from sparkhvd.errors import LaunchError, RankFailedError, SlotsError, StartTimeoutError
 from sparkhvd.task.job import Job
 from tests.scripts import ROOT
 
@@ -195,6 +195,11 @@ def test_init_waits_for_the_start_timeout_of_the_call_and_names_the_missing_rank
         )
     warning = r"Rank 0 has waited \d s for rank 1 to reach init\(\)\. It gives up after start_timeout=5 s\."
     assert re.search(warning, stdout.getvalue())
+
+
+def test_more_ranks_than_this_process_may_have_open_files_are_refused_at_once():
+    with pytest.raises(SlotsError, match=r"num_proc=1,099,511,627,776 is too large for this machine: .*ulimit -n"):
+        sparkhvd.run(sum_of_ranks, (0,), num_proc=2**40, launcher="local")
 
 
 def test_the_local_launcher_does_not_import_pyspark():

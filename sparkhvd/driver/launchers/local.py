@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import secrets
 import socket
 from contextlib import ExitStack
@@ -16,7 +17,7 @@ from sparkhvd.deadline import Deadline
 from sparkhvd.driver.launcher import LaunchHandle, LaunchRequest
 from sparkhvd.driver.log_stream import LogStream
 from sparkhvd.driver.results import results_in_order
-from sparkhvd.errors import LaunchError, SparkHvdError
+from sparkhvd.errors import LaunchError, SlotsError, SparkHvdError
 from sparkhvd.rpc.registration import TaskOffer
 from sparkhvd.task.assignment import assign
 from sparkhvd.task.failure_report import FailureReport
@@ -44,7 +45,14 @@ class LocalLauncher:
         self._request = request
 
     def reserve(self, deadline: Deadline) -> int:  # noqa: ARG002 - nothing to wait for
-        return self._request.num_proc or len(os.sched_getaffinity(0))
+        num_proc = self._request.num_proc or len(os.sched_getaffinity(0))
+        open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if num_proc > open_files != resource.RLIM_INFINITY:
+            raise SlotsError(
+                f"num_proc={num_proc:,} is too large for this machine: each rank needs at least one open file of this "
+                f"process, which may have {open_files:,} (ulimit -n)."
+            )
+        return num_proc
 
     def launch(self, job: Job, stream: LogStream) -> LaunchHandle:
         return LocalHandle(job, stream)
