@@ -32,6 +32,7 @@ from sparkhvd.driver.run import run_with
 from sparkhvd.errors import ConfigError, SparkHvdError
 from sparkhvd.store import Store
 from sparkhvd.task.worker.command import run_command
+from sparkhvd.task.worker.exit import keep_ended_children
 
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # The time that mpirun may take to end its ranks.
@@ -76,6 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     A signal that ends this program ends the ranks, too; the exit code is then 128 plus its number.
     """
+    keep_ended_children()
     command_line = parser()
     flags = command_line.parse(arguments)
     if flags.check_build:

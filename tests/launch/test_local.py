@@ -228,6 +228,37 @@ def test_the_largest_variable_reaches_the_ranks():
     assert sparkhvd.run(value_length, num_proc=1, launcher="local", verbose=0, env={"A": "x" * 131_069}) == [131_069]
 
 
+_OTHER_PARENT = """
+import os, signal, sys
+import sparkhvd
+from sparkhvd.errors import RankFailedError
+
+def collect_children(*_):
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        pass
+
+signal.signal(signal.SIGCHLD, signal.SIG_IGN if sys.argv[1] == "ignores them" else collect_children)
+print(sparkhvd.run(os.system, ("exit 3",), num_proc=2, launcher="local"))
+try:
+    sparkhvd.run(os.abort, num_proc=2, launcher="local")
+except RankFailedError:
+    print("failed")
+"""
+
+
+@pytest.mark.parametrize("how", ["ignores them", "collects them"])
+def test_a_program_that_does_not_leave_its_ended_children_to_sparkhvd_gets_results_and_errors(how):
+    done = subprocess.run(
+        [sys.executable, "-c", _OTHER_PARENT, how], capture_output=True, text=True, timeout=100, check=False, cwd=ROOT
+    )
+    assert done.stdout == "[768, 768]\nfailed\n", done.stderr  # os.system returns the exit code times 256
+    assert "ChildProcessError" not in done.stderr
+    assert "did not end" not in done.stderr
+
+
 def value_length() -> int:
     return len(os.environ["A"])
 

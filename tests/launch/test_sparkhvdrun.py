@@ -70,8 +70,12 @@ def test_a_program_runs_once_per_rank_with_the_settings_of_flags_and_file(tmp_pa
     assert json.loads((tmp_path / "kept" / "rank.1" / "stdout").read_text()) == values[1]
 
 
-def test_a_failing_program_is_reported_with_its_exit_code_and_last_output():
-    done = sparkhvdrun("-np", "2", sys.executable, TRAIN, "fail")
+@pytest.mark.parametrize("ignored", [set(), {signal.SIGCHLD}])
+def test_a_failing_program_is_reported_with_its_exit_code_and_last_output(ignored):
+    done = sparkhvdrun(
+        *("-np", "2", sys.executable, TRAIN, "fail"),
+        preexec_fn=lambda: [signal.signal(number, signal.SIG_IGN) for number in ignored],
+    )
     assert done.returncode == 1
     assert re.search(r"Rank 1 on host \S+ ended with exit code 5: ", done.stderr), done.stderr
     assert "rows.csv is missing" in done.stderr

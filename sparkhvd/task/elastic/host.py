@@ -31,6 +31,7 @@ from sparkhvd.task.host.launcher_connection import LauncherConnection, apply_set
 from sparkhvd.task.host.messages import ElasticHostJob, HostLost, HostReady
 from sparkhvd.task.host.versions import local_versions
 from sparkhvd.task.supervision import JOB_SECONDS
+from sparkhvd.task.worker.exit import keep_ended_children
 from sparkhvd.task.worker.output import HandlerLog
 
 # How long the driver may take to accept a connection at one of its addresses.
@@ -42,6 +43,7 @@ _LOST_SECONDS = 5.0
 
 def main() -> int:
     """Take part in one job; return 0 once the launcher has ended it."""
+    keep_ended_children()
     launcher = LauncherConnection()
     job = launcher.receive()
     if not isinstance(job, ElasticHostJob):

@@ -25,6 +25,7 @@ from sparkhvd.task.host.ranks import run_ranks
 from sparkhvd.task.host.versions import local_versions
 from sparkhvd.task.rank import JobPlan, worker_spec
 from sparkhvd.task.supervision import Outcome
+from sparkhvd.task.worker.exit import keep_ended_children
 from sparkhvd.task.worker.output import HandlerLog
 from sparkhvd.task.worker.process import WorkerProcess, spawn_worker
 from sparkhvd.task.worker.threads import thread_defaults
@@ -32,6 +33,7 @@ from sparkhvd.task.worker.threads import thread_defaults
 
 def main() -> int:
     """Take part in one job; return 0 once the launcher has received the outcomes of the ranks or the error."""
+    keep_ended_children()
     launcher = LauncherConnection()
     job = launcher.receive()
     if not isinstance(job, HostJob):

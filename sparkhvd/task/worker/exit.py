@@ -38,8 +38,14 @@ def wait_for_child(pid: int) -> int:
 
     The child stays a zombie, so its id stays reserved. The child's process group has the same id, and may still have
     processes that must be ended.
+
+    If the program ignores SIGCHLD or collects all children itself, the return code is unknown, and 0 as in
+    ``subprocess``.
     """
-    status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    try:
+        status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    except ChildProcessError:
+        return 0
     if status is None:
         return 0
     return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
@@ -48,11 +54,21 @@ def wait_for_child(pid: int) -> int:
 def child_ends_within(pid: int, seconds: float) -> bool:
     """Wait at most ``seconds`` for the end of a child, which stays a zombie, and return whether it has ended."""
     deadline = Deadline.after(seconds)
-    while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
-        if deadline.expired():
-            return False
-        time.sleep(deadline.capped(_POLL_SECONDS).remaining())
+    with suppress(ChildProcessError):  # it has ended, see ``wait_for_child``
+        while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
+            if deadline.expired():
+                return False
+            time.sleep(deadline.capped(_POLL_SECONDS).remaining())
     return True
+
+
+def keep_ended_children() -> None:
+    """Keep the return codes of this process's children until they are asked for.
+
+    A program that ignores SIGCHLD passes that on to the programs that it starts, where all children would seem to have
+    succeeded.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def kill_session(session: int) -> None:

@@ -40,7 +40,7 @@ from sparkhvd.errors import (
 )
 from sparkhvd.task.failure_report import ENDED, STARTING
 from sparkhvd.task.worker.command import CommandEndedError
-from sparkhvd.task.worker.exit import end_process, flush_output, kill_session
+from sparkhvd.task.worker.exit import end_process, flush_output, keep_ended_children, kill_session
 from sparkhvd.task.worker.import_path import IMPORT_PATH
 from sparkhvd.task.worker.scratch import remove_scratch
 from sparkhvd.task.worker.spec import FnEnded, Joined, Leave, Raised, Ready, Returned, WorkerSpec
@@ -71,6 +71,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("preload", nargs="*")
     options = parser.parse_args(arguments)
     faulthandler.enable()
+    keep_ended_children()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError):
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
