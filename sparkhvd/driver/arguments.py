@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import resource
 import shlex
 import shutil
 import tempfile
@@ -16,7 +17,7 @@ from typing import TextIO
 
 from sparkhvd._util.counts import is_count, is_integer
 from sparkhvd.config import Config, from_environment
-from sparkhvd.errors import ConfigError
+from sparkhvd.errors import ConfigError, SlotsError
 from sparkhvd.task.log_files import LogFiles
 
 logger = logging.getLogger(__name__)
@@ -111,6 +112,20 @@ def check_counts(num_proc: int | None, gpus_per_task: float | None = None, cpus_
                 "gpus_per_task must be a positive integer or a fraction between 0 and 1 (Spark accepts no other "
                 f"amounts), got {gpus_per_task!r}."
             )
+
+
+def check_local_ranks(name: str, number: int) -> None:
+    """Reject more ranks than this process can start on its machine.
+
+    Raises:
+        SlotsError: this process may have fewer open files.
+    """
+    open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if number > open_files != resource.RLIM_INFINITY:
+        raise SlotsError(
+            f"{name}={number:,} is too large for this machine: each rank needs at least one open file of this process, "
+            f"which may have {open_files:,} (ulimit -n)."
+        )
 
 
 def check_seconds(name: str, value: float) -> None:

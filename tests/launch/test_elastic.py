@@ -15,7 +15,15 @@ import torch
 
 import sparkhvd
 from sparkhvd.driver.elastic import policy
-from sparkhvd.errors import ConfigError, DataError, LaunchError, MismatchError, RankFailedError, StartTimeoutError
+from sparkhvd.errors import (
+    ConfigError,
+    DataError,
+    LaunchError,
+    MismatchError,
+    RankFailedError,
+    SlotsError,
+    StartTimeoutError,
+)
 from tests.launch import elastic_frameworks as frameworks
 from tests.launch import elastic_generations as generations
 from tests.launch import elastic_training as training
@@ -363,6 +371,12 @@ def test_a_job_without_a_rank_that_can_start_ends_in_a_start_timeout(tmp_path):
 def test_arguments_that_cannot_work_are_rejected(arguments, message):
     with pytest.raises(ConfigError, match=message):
         sparkhvd.run_elastic(os.getpid, **{"num_proc": 2, "launcher": "local"} | arguments)
+
+
+@pytest.mark.parametrize("name", ["num_proc", "max_num_proc"])
+def test_more_ranks_than_this_process_may_have_open_files_are_refused_at_once(name):
+    with pytest.raises(SlotsError, match=rf"^{name}=1,099,511,627,776 is too large for this machine: .*ulimit -n"):
+        sparkhvd.run_elastic(os.getpid, **{"num_proc": 2, name: 2**40}, launcher="local")
 
 
 def test_a_tensorflow_function_outlives_the_loss_of_a_rank_and_averages_over_the_remaining_ranks(tmp_path):

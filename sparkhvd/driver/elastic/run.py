@@ -18,7 +18,14 @@ from sparkhvd.comm.connect.commit_folder import CommitFolder
 from sparkhvd.compat.horovod import not_installed
 from sparkhvd.config import Config, changed_environment, warn_ignored_variables
 from sparkhvd.data.spark.settings import with_spark_credentials
-from sparkhvd.driver.arguments import RunOptions, check_counts, check_options, check_seconds, checked_environment
+from sparkhvd.driver.arguments import (
+    RunOptions,
+    check_counts,
+    check_local_ranks,
+    check_options,
+    check_seconds,
+    checked_environment,
+)
 from sparkhvd.driver.elastic.controller import Controller
 from sparkhvd.driver.elastic.discovery import Discovery, DiscoveryFunction, DiscoveryScript, DiscoveryThread
 from sparkhvd.driver.elastic.driver_addresses import driver_addresses
@@ -471,7 +478,7 @@ def _sizes(elastic: ElasticOptions) -> tuple[int, int, int | None]:
 
     Raises:
         ConfigError: there is no number, or they contradict each other.
-        SlotsError: the hosts have too few slots.
+        SlotsError: the hosts have too few slots, or this machine cannot start as many ranks.
     """
     num_proc = plain_count(elastic.num_proc or elastic.min_num_proc or elastic.max_num_proc)
     if num_proc is None:
@@ -487,6 +494,9 @@ def _sizes(elastic: ElasticOptions) -> tuple[int, int, int | None]:
         raise ConfigError(
             f"min_num_proc={smallest}, num_proc={num_proc} and max_num_proc={largest} must not decrease in this order."
         )
+    if elastic.launcher == "local":
+        check_local_ranks("num_proc", num_proc)
+        check_local_ranks("max_num_proc", largest or num_proc)
     return smallest, num_proc, largest
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import resource
 import secrets
 import socket
 from contextlib import ExitStack
@@ -14,10 +13,11 @@ from sparkhvd._util.addresses import LOOPBACK
 from sparkhvd._util.background import in_background, is_done_within
 from sparkhvd.comm.connect.rendezvous import RendezvousServer
 from sparkhvd.deadline import Deadline
+from sparkhvd.driver.arguments import check_local_ranks
 from sparkhvd.driver.launcher import LaunchHandle, LaunchRequest
 from sparkhvd.driver.log_stream import LogStream
 from sparkhvd.driver.results import results_in_order
-from sparkhvd.errors import LaunchError, SlotsError, SparkHvdError
+from sparkhvd.errors import LaunchError, SparkHvdError
 from sparkhvd.rpc.registration import TaskOffer
 from sparkhvd.task.assignment import assign
 from sparkhvd.task.failure_report import FailureReport
@@ -46,12 +46,7 @@ class LocalLauncher:
 
     def reserve(self, deadline: Deadline) -> int:  # noqa: ARG002 - nothing to wait for
         num_proc = self._request.num_proc or len(os.sched_getaffinity(0))
-        open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if num_proc > open_files != resource.RLIM_INFINITY:
-            raise SlotsError(
-                f"num_proc={num_proc:,} is too large for this machine: each rank needs at least one open file of this "
-                f"process, which may have {open_files:,} (ulimit -n)."
-            )
+        check_local_ranks("num_proc", num_proc)
         return num_proc
 
     def launch(self, job: Job, stream: LogStream) -> LaunchHandle:
