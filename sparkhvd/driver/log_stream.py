@@ -95,11 +95,13 @@ class LogStream:
         self._show(None, Output(rank, stream, content))
 
     def _show(self, sink: TextIO | None, output: Output) -> None:
+        target: TextIO | None = sink if sink is not None else (sys.stderr if output.stream == "stderr" else sys.stdout)
+        if target is None:  # the driver was started without it
+            return
         text = output.content.decode("utf-8", "replace")
         stamp = time.strftime("%a %b %d %H:%M:%S %Y") if self._timestamps else ""
         prefix = f"{stamp}[{output.rank}]<{output.stream}>:"
         lines = "".join(f"{prefix}{line}\n" for line in _LINE_END.split(text.strip("\r")))
-        target = sink if sink is not None else (sys.stderr if output.stream == "stderr" else sys.stdout)
         _thread.is_in_write = True
         try:
             try:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import sys
 import threading
 import time
 
@@ -142,6 +143,14 @@ def test_an_open_pipe_of_another_process_does_not_block_the_task():
         with pytest.raises(BrokenPipeError):  # the task has closed its end
             os.write(writer, b"late")
         os.close(writer)
+
+
+def test_a_driver_without_stdout_and_stderr_drops_the_output_without_a_warning(monkeypatch, caplog):
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+        LogStream(None, None, timestamps=False).handle(Output(0, name, b"x"))
+    monkeypatch.undo()
+    assert not caplog.records
 
 
 def test_lines_can_be_timestamped():
