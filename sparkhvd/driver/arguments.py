@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import resource
 import shlex
 import shutil
 import tempfile
@@ -16,8 +15,9 @@ from pathlib import Path
 from typing import TextIO
 
 from sparkhvd._util.counts import is_count, is_integer
+from sparkhvd._util.processes.file_descriptors import allow_files
 from sparkhvd.config import Config, from_environment
-from sparkhvd.errors import ConfigError, SlotsError
+from sparkhvd.errors import ConfigError
 from sparkhvd.task.log_files import LogFiles
 
 logger = logging.getLogger(__name__)
@@ -114,18 +114,13 @@ def check_counts(num_proc: int | None, gpus_per_task: float | None = None, cpus_
             )
 
 
-def check_local_ranks(name: str, number: int) -> None:
-    """Reject more ranks than this process can start on its machine.
+def allow_local_ranks(name: str, number: int) -> None:
+    """Let this process open the files that it needs for as many ranks on its machine: at least one for each.
 
     Raises:
-        SlotsError: this process may have fewer open files.
+        ConfigError: its hard limit of open files is lower.
     """
-    open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if number > open_files != resource.RLIM_INFINITY:
-        raise SlotsError(
-            f"{name}={number:,} is too large for this machine: each rank needs at least one open file of this process, "
-            f"which may have {open_files:,} (ulimit -n)."
-        )
+    allow_files(number, 4 * number, f"{name}={number:,} with launcher='local'")
 
 
 def check_seconds(name: str, value: float) -> None:

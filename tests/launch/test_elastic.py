@@ -21,7 +21,6 @@ from sparkhvd.errors import (
     LaunchError,
     MismatchError,
     RankFailedError,
-    SlotsError,
     StartTimeoutError,
 )
 from tests.launch import elastic_frameworks as frameworks
@@ -375,7 +374,7 @@ def test_arguments_that_cannot_work_are_rejected(arguments, message):
 
 @pytest.mark.parametrize("name", ["num_proc", "max_num_proc"])
 def test_more_ranks_than_this_process_may_have_open_files_are_refused_at_once(name):
-    with pytest.raises(SlotsError, match=rf"^{name}=1,099,511,627,776 is too large for this machine: .*ulimit -n"):
+    with pytest.raises(ConfigError, match=rf"^{name}=1,099,511,627,776 with launcher='local' needs .*ulimit -Hn"):
         sparkhvd.run_elastic(os.getpid, **{"num_proc": 2, name: 2**40}, launcher="local")
 
 

@@ -20,7 +20,7 @@ from sparkhvd.driver.launcher import LaunchRequest
 from sparkhvd.driver.launchers.local import LocalLauncher
 from sparkhvd.driver.log_stream import LogStream
 from sparkhvd.driver.user_code.payload import pickle_call
-from sparkhvd.errors import LaunchError, RankFailedError, SlotsError, StartTimeoutError
+from sparkhvd.errors import ConfigError, LaunchError, RankFailedError, StartTimeoutError
 from sparkhvd.task.job import Job
 from tests.scripts import ROOT
 
@@ -198,7 +198,7 @@ def test_init_waits_for_the_start_timeout_of_the_call_and_names_the_missing_rank
 
 
 def test_more_ranks_than_this_process_may_have_open_files_are_refused_at_once():
-    with pytest.raises(SlotsError, match=r"num_proc=1,099,511,627,776 is too large for this machine: .*ulimit -n"):
+    with pytest.raises(ConfigError, match=r"^num_proc=1,099,511,627,776 with launcher='local' needs .*ulimit -Hn"):
         sparkhvd.run(sum_of_ranks, (0,), num_proc=2**40, launcher="local")
 
 

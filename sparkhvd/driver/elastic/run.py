@@ -20,8 +20,8 @@ from sparkhvd.config import Config, changed_environment, warn_ignored_variables
 from sparkhvd.data.spark.settings import with_spark_credentials
 from sparkhvd.driver.arguments import (
     RunOptions,
+    allow_local_ranks,
     check_counts,
-    check_local_ranks,
     check_options,
     check_seconds,
     checked_environment,
@@ -477,8 +477,8 @@ def _sizes(elastic: ElasticOptions) -> tuple[int, int, int | None]:
     """Return the smallest number of ranks, the number at the start, and the largest; None leaves it to the discovery.
 
     Raises:
-        ConfigError: there is no number, or they contradict each other.
-        SlotsError: the hosts have too few slots, or this machine cannot start as many ranks.
+        ConfigError: there is no number, they contradict each other, or this machine cannot start as many ranks.
+        SlotsError: the hosts have too few slots.
     """
     num_proc = plain_count(elastic.num_proc or elastic.min_num_proc or elastic.max_num_proc)
     if num_proc is None:
@@ -495,8 +495,8 @@ def _sizes(elastic: ElasticOptions) -> tuple[int, int, int | None]:
             f"min_num_proc={smallest}, num_proc={num_proc} and max_num_proc={largest} must not decrease in this order."
         )
     if elastic.launcher == "local":
-        check_local_ranks("num_proc", num_proc)
-        check_local_ranks("max_num_proc", largest or num_proc)
+        allow_local_ranks("num_proc", num_proc)
+        allow_local_ranks("max_num_proc", largest or num_proc)
     return smallest, num_proc, largest
 
 

@@ -13,7 +13,7 @@ from sparkhvd._util.addresses import LOOPBACK
 from sparkhvd._util.background import in_background, is_done_within
 from sparkhvd.comm.connect.rendezvous import RendezvousServer
 from sparkhvd.deadline import Deadline
-from sparkhvd.driver.arguments import check_local_ranks
+from sparkhvd.driver.arguments import allow_local_ranks
 from sparkhvd.driver.launcher import LaunchHandle, LaunchRequest
 from sparkhvd.driver.log_stream import LogStream
 from sparkhvd.driver.results import results_in_order
@@ -46,7 +46,7 @@ class LocalLauncher:
 
     def reserve(self, deadline: Deadline) -> int:  # noqa: ARG002 - nothing to wait for
         num_proc = self._request.num_proc or len(os.sched_getaffinity(0))
-        check_local_ranks("num_proc", num_proc)
+        allow_local_ranks("num_proc", num_proc)
         return num_proc
 
     def launch(self, job: Job, stream: LogStream) -> LaunchHandle:
