@@ -16,6 +16,7 @@ import torch
 from sparkhvd.data.read.batches import Batch, BatchSource
 from sparkhvd.data.schema import columns as columns_of
 from sparkhvd.data.schema.data_schema import ColumnSpec, DataSchema
+from sparkhvd.errors import ParamError
 from sparkhvd.estimators.torch.inputs import ModelInput, model_dtype, plan_inputs
 from sparkhvd.estimators.torch.losses.divisors import Divisor, LossFactors, loss_factors
 
@@ -155,8 +156,17 @@ class RankLoader:
 
     def __iter__(self) -> Iterator[LightningBatch]:
         self.close()
-        self._batches = self._epoch_batches()
-        return self._batches
+        batches = self._batches = self._epoch_batches()
+        return self._sole_reading(batches)
+
+    def _sole_reading(self, batches: Iterator[LightningBatch]) -> Iterator[LightningBatch]:
+        """Yield the batches of the loader's latest iteration, which has ended all earlier ones."""
+        yield from batches
+        if self._batches is not batches and self._batches is not None:
+            raise ParamError(
+                "data_module reads one of its loaders again before the first reading has ended, for example because a "
+                "CombinedLoader contains it twice. Each batch is read once: use the loader in one place only."
+            )
 
     def begin_batch(self) -> None:
         """Set ``share`` for the batch that Lightning begins. It may have fetched more, if a wrapper has no length."""

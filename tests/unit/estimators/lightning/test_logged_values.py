@@ -472,6 +472,39 @@ def test_a_training_loader_without_a_length_is_refused_with_a_remedy(group):
         assert "Define __len__;" in message
 
 
+def error_of_a_loader_read_twice():
+    """Return the errors of a training loader and of a validation loader that a CombinedLoader contains twice."""
+    from lightning.pytorch import LightningDataModule  # noqa: PLC0415
+    from lightning.pytorch.utilities import CombinedLoader  # noqa: PLC0415
+
+    def both(loader, mode):
+        return CombinedLoader({"x": loader, "again": loader}, mode)
+
+    class Training(LightningDataModule):
+        def __init__(self, train, _validation):
+            super().__init__()
+            self.train_dataloader = lambda: both(train, "max_size_cycle")
+
+    class Validation(LightningDataModule):
+        def __init__(self, train, validation):
+            super().__init__()
+            self.train_dataloader = lambda: train
+            self.val_dataloader = lambda: both(validation, "min_size")
+
+    rank, messages = session.current().world.rank, []
+    for data_module in (Training, Validation):
+        with pytest.raises(ParamError) as error:
+            trainer_of(module(), data_module=data_module).fit(source(EVEN, rank), source(EVEN, rank), Hooks())
+        messages.append(str(error.value))
+    return messages
+
+
+def test_a_loader_that_is_read_twice_at_once_is_refused(group):
+    for messages in group.run(error_of_a_loader_read_twice):
+        for message in messages:
+            assert message.startswith("data_module reads one of its loaders again before the first reading has ended")
+
+
 def collected_by_hand(sizes):
     """Return the values that steps collected in attributes of the module, and their number of steps."""
 
