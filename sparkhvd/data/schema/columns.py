@@ -142,6 +142,11 @@ def blank(column: ColumnSpec, rows: int) -> Array:
     return array
 
 
+def flat_rows(array: Array) -> Array:
+    """Return the values of each row in one dimension, even if there are no rows."""
+    return array.reshape(len(array), math.prod(array.shape[1:]))
+
+
 def coordinates(array: Array) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.float64]]:
     """Return the row, the index in the row and the value of every stored entry of a sparse column, ordered by row."""
     indices, values = array["indices"], array["values"]  # type: ignore[call-overload]

@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sparkhvd._util.counts import counted
+from sparkhvd.data.schema.columns import flat_rows
 from sparkhvd.data.schema.data_schema import ColumnSpec
 from sparkhvd.data.schema.spark_types import numbers_only
 from sparkhvd.errors import ModelOutputError, ParamError
@@ -66,7 +67,7 @@ class Port:
 
             return sparse_tensor(arrays[self.columns[0]], self.sparse, self.dtype or "float32")
         parts = [arrays[name] for name in self.columns]
-        joined = parts[0] if len(parts) == 1 else np.concatenate([part.reshape(rows, -1) for part in parts], axis=1)
+        joined = parts[0] if len(parts) == 1 else np.concatenate(list(map(flat_rows, parts)), axis=1)
         if self.dtype == TEXT:
             import tensorflow as tf  # noqa: PLC0415  (the only backend with string tensors)
 

@@ -31,6 +31,7 @@ import torch
 
 from sparkhvd._util.counts import counted
 from sparkhvd.data.loaders.torch_data import sparse_tensor
+from sparkhvd.data.schema.columns import flat_rows
 from sparkhvd.data.schema.data_schema import ColumnSpec
 from sparkhvd.errors import ParamError, SchemaError
 from sparkhvd.estimators.params.named_inputs import NamedInput, ordered_inputs, refuse_input_shapes
@@ -60,7 +61,7 @@ class ModelInput:
         if self.sparse_size is not None:
             return sparse_tensor(arrays[self.columns[0]], self.sparse_size, self.dtype)
         if len(self.columns) > 1:  # numpy concatenates many small columns four times as fast as torch
-            columns = np.concatenate([arrays[name].reshape(rows, -1) for name in self.columns], axis=1)
+            columns = np.concatenate([flat_rows(arrays[name]) for name in self.columns], axis=1)
             joined = torch.from_numpy(columns).to(self.dtype)
             return joined if self.shape is None or -1 in self.shape else joined.reshape(rows, *self.shape)
         part = torch.from_numpy(arrays[self.columns[0]]).to(self.dtype)

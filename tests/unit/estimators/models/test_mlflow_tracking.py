@@ -186,6 +186,25 @@ def test_a_keras_model_opens_as_a_folder_too(tmp_path):
     np.testing.assert_allclose(found.tolist(), wanted, rtol=1e-6)
 
 
+@pytest.mark.parametrize("framework", ["torch", "keras"])
+def test_a_table_without_rows_gets_no_predictions(tmp_path, framework):
+    schema = DataSchema((ColumnSpec("n", "int8", (), "feature", "scalar"), *SCHEMA.columns))
+    (tmp_path / "exported").mkdir()
+    (tmp_path / "folder").mkdir()
+    if framework == "torch":
+        PLUGIN.export({"model": torch.nn.Linear(3, 1)}, schema, tmp_path / "exported")
+    else:
+        network = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        KERAS.export({"model": network, "custom_objects": None}, schema, tmp_path / "exported")
+    files, kept = read_folder(tmp_path / "exported")
+    trained = ModelArtifacts(kept, files, schema, (OutputSpec((1,), "float64", vector=False),), HISTORY)
+    kind = TorchModel if framework == "torch" else KerasModel
+    pyfunc.write_folder(kind(trained, feature_columns=["n", "w"], output_cols=["found"]), tmp_path / "folder")
+    found = pyfunc.load(tmp_path / "folder").predict(TABLE.assign(n=1)[:0])
+    assert list(found.columns) == ["found"]
+    assert found.empty
+
+
 def test_the_folder_opens_without_pyspark(model, tmp_path):
     more = model.copy().setPredictionFn(lambda network, x: {"low": -network(x).abs(), "both": network(x) * x})
     pyfunc.write_folder(more, tmp_path)

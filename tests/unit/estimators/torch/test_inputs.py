@@ -38,6 +38,8 @@ def test_columns_of_a_one_input_model_are_concatenated_in_order():
     (found,) = tensors(torch.nn.Linear(4, 1), columns, arrays)
     assert found.dtype == torch.float32
     assert found.tolist() == [[1, 0, 1, 7], [2, 2, 3, 8], [3, 4, 5, 9]]
+    (planned,) = plan_inputs(torch.nn.Linear(4, 1), columns, None)
+    assert planned.tensor({name: array[:0] for name, array in arrays.items()}, 0).shape == (0, 4)
 
 
 def test_a_compiled_model_has_the_inputs_of_the_original():
