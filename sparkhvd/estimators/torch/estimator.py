@@ -143,7 +143,9 @@ class TorchEstimator(DistributedEstimator):
         default=None,
     )
     clip_grad_norm: Declared[float | None] = declared(
-        "Largest norm of a step's gradient over all parameters; None does not clip.", positive_number, default=None
+        "Largest norm of a step's gradient over all parameters of the optimizer; None does not clip.",
+        positive_number,
+        default=None,
     )
     clip_grad_value: Declared[float | None] = declared(
         "Largest absolute value of a gradient's elements; None does not clip.", positive_number, default=None
