@@ -16,7 +16,7 @@ class BatchDependence:
         synchronized: the layer or setting that normalizes over the rows of all ranks.
         need_two_rows: names of the normalizing layers that cannot train on a single row.
         need_two_pixels: names of the normalizing layers that can train on a single row only if their input has several
-            pixels.
+            pixels, or as long as they are in evaluation mode.
         losses: names of the losses that compute one value for the whole batch instead of a mean over rows.
         frequencies: names of the embeddings that divide gradients by the frequency of a value in the batch.
     """

@@ -30,6 +30,7 @@ from sparkhvd.estimators.params.backend import Placement, is_elastic
 from sparkhvd.estimators.params.policies import check_monitored, monitored_metrics
 from sparkhvd.estimators.plugin import ON_CPU, Inference, TrainSpec, typed_params
 from sparkhvd.estimators.runs.resume_check import ModelFacts
+from sparkhvd.estimators.torch.batch_normalization import batch_dependence_of
 from sparkhvd.estimators.torch.checkpoint.safe_state import refuse_unsafe_model
 from sparkhvd.estimators.torch.inputs import called_in_order
 from sparkhvd.estimators.torch.losses.divisors import inexact_losses
@@ -143,7 +144,7 @@ class LightningPlugin:
 
     def batch_dependence(self, params: Mapping[str, object]) -> BatchDependence:
         """See ``FrameworkPlugin.batch_dependence``; the Trainer may synchronize the layers itself."""
-        layers = TORCH.batch_dependence(params)
+        layers = batch_dependence_of(params["model"], keeps_modes=True)
         trainer_args = typed_params(LightningParams, params).trainer_args or {}
         return replace(layers, local=()) if trainer_args.get("sync_batchnorm") else layers
 

@@ -39,6 +39,15 @@ def test_a_trainer_that_synchronizes_the_layers_needs_no_advice():
     assert LIGHTNING.batch_dependence({**params, "trainer_args": {"sync_batchnorm": True}}).local == ()
 
 
+def test_layers_in_evaluation_mode_train_on_single_rows_in_lightning():
+    """A hook may set them to training mode, so a last batch still avoids a single row."""
+    params = {"model": network(torch.nn.BatchNorm1d(4).eval(), torch.nn.BatchNorm1d(4)), "trainer_args": None}
+    found = LIGHTNING.batch_dependence(params)
+    assert (found.local, found.need_two_rows, found.need_two_pixels) == (("2",), ("2",), ("1",))
+    assert LIGHTNING.batch_dependence({**params, "model": params["model"].eval()}).local == ("1", "2"), "a fitted model"
+    assert batch_dependence_of(params["model"].train()).local == ("1", "2")
+
+
 def test_one_line_names_the_layers_and_an_alternative_for_several_ranks():
     found = batch_dependence_of(network(*(torch.nn.BatchNorm1d(4) for _ in range(5))))
     assert found.remarks(1, 32) == []
