@@ -132,14 +132,17 @@ TEST_P(EngineLinks, TheErrorNamesARankThatLeft) {
 }
 
 TEST_P(EngineLinks, TheTimeoutNamesAMissingRank) {
+  Gate gate(2);
   OnEveryRank(
-      [](int rank, Rank& self) {
+      [&gate](int rank, Rank& self) {
         if (rank == 2) return;
+        // Rank 1 waits half of the timeout longer than rank 0, from its own submission on.
+        gate.Meet();
         std::vector<float> data(4);
         ExpectFailure(FailureOf(self.TryAllreduce("lonely", data)), StatusCode::kTimeout,
                       {"allreduce 'lonely'", "rank 2"});
       },
-      0.3);
+      0.6);
 }
 
 INSTANTIATE_TEST_SUITE_P(
