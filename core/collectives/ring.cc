@@ -5,13 +5,10 @@
 
 #include "collectives/exchange.h"
 #include "collectives/kernels.h"
+#include "collectives/select.h"
 
 namespace sparkhvd {
 namespace {
-
-// A slice is sent in pieces during the reduction. While a piece arrives, the previous piece is
-// combined, still in the cache.
-constexpr size_t kRingPieceBytes = size_t{256} << 10;
 
 // Receives a slice piece by piece. Combines each piece with this rank's data while the next one
 // arrives.

@@ -40,6 +40,10 @@ constexpr Algorithm Select(const Topology& topology, bool hierarchical) {
 // The algorithm of an allreduce over links.
 enum class LinkAlgorithm { kDoubling, kHalving, kRing };
 
+// In a ring, a slice is sent in pieces during the reduction. While a piece arrives, the previous
+// piece is combined, still in the cache.
+constexpr size_t kRingPieceBytes = size_t{256} << 10;
+
 // The times of reductions over links (Thakur, Rabenseifner and Gropp, "Optimization of collective
 // communication operations in MPICH", 2005).
 class ReductionTimes {
@@ -53,31 +57,42 @@ class ReductionTimes {
   }
 
   constexpr double RingAllreduce() const {
-    return Seconds(2.0 * (size_ - 1), 2 * ring_part_, ring_part_);
+    return Seconds(2.0 * (size_ - 1), 2 * ring_part_, RingCombined());
   }
+  // The ranks that combine the data of another rank before the rounds are late in them. The last
+  // round connects a late rank with one whose message is there already, if at most half of the
+  // ranks in the rounds are late. If at most a quarter are, another round follows for the others,
+  // which hides the time for the bytes, too.
   constexpr double DoublingAllreduce() const {
-    return Seconds(rounds_ + 2 * more_, rounds_ + 2 * more_, rounds_ + more_);
+    const int in_rounds = 1 << rounds_;
+    const int late = size_ - in_rounds;
+    const int messages = rounds_ + 2 * more_ - (more_ > 0 && late <= in_rounds / 2 ? 1 : 0);
+    const int moved = rounds_ + 2 * more_ - (more_ > 0 && late <= in_rounds / 4 ? 1 : 0);
+    return Seconds(messages, moved, rounds_ + more_);
   }
   constexpr double HalvingAllreduce() const {
     return Seconds(2 * rounds_ + 2 * more_, 2 * part_ + 2 * more_, part_ + more_);
   }
-  constexpr double RingReducescatter() const { return Seconds(size_ - 1, ring_part_, ring_part_); }
+  constexpr double RingReducescatter() const {
+    return Seconds(size_ - 1, ring_part_, RingCombined());
+  }
   constexpr double HalvingReducescatter() const {
     return Seconds(rounds_ + 2 * more_, part_ + more_ * (1 + 1.0 / size_), part_ + more_);
   }
 
-  // Returns whether `ring` is better than `halving`. Prefers the ring if the latency of its
-  // messages is small compared with the time for its bytes, because in a ring only neighbors
-  // communicate. `passes` is how often the data goes around the ring.
-  constexpr bool RingIsBetter(double ring, double halving, int passes) const {
-    constexpr double kLittle = 0.1;
-    const double messages = passes * (size_ - 1.0) * costs_.per_message;
-    return ring <= halving || messages <= kLittle * (ring - messages);
+ private:
+  static constexpr double kCombiningSecondsPerByte = 0.1e-9;
+
+  // Returns the share of the data that a ring combines while nothing arrives: the last piece of
+  // each slice, and the part of the others for which the link is too fast.
+  constexpr double RingCombined() const {
+    const double slice = bytes_ / size_;
+    const double last = slice < kRingPieceBytes ? 1.0 : kRingPieceBytes / slice;
+    const double hidden = costs_.per_byte / kCombiningSecondsPerByte;
+    return ring_part_ * (hidden < 1.0 ? 1.0 - (1.0 - last) * hidden : last);
   }
 
- private:
   constexpr double Seconds(double messages, double moved, double combined) const {
-    constexpr double kCombiningSecondsPerByte = 0.1e-9;
     return messages * costs_.per_message +
            bytes_ * (moved * costs_.per_byte + combined * kCombiningSecondsPerByte);
   }
@@ -98,14 +113,14 @@ constexpr LinkAlgorithm SelectForLinks(int size, size_t bytes, const LinkCosts& 
   const double doubling = times.DoublingAllreduce();
   const double halving = times.HalvingAllreduce();
   if (doubling <= halving && doubling <= ring) return LinkAlgorithm::kDoubling;
-  return times.RingIsBetter(ring, halving, 2) ? LinkAlgorithm::kRing : LinkAlgorithm::kHalving;
+  return ring <= halving ? LinkAlgorithm::kRing : LinkAlgorithm::kHalving;
 }
 
 // Returns whether a reduce-scatter of `bytes` bytes of every rank uses ReducescatterHalving instead
 // of the ring.
 constexpr bool ScattersByHalving(int size, size_t bytes, const LinkCosts& costs = {}) {
   const ReductionTimes times(size, bytes, costs);
-  return !times.RingIsBetter(times.RingReducescatter(), times.HalvingReducescatter(), 1);
+  return times.HalvingReducescatter() < times.RingReducescatter();
 }
 
 constexpr double kMostRanksOnAHost = 8;   // they share its link

@@ -3,7 +3,10 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <functional>
+#include <map>
+#include <numeric>
 #include <vector>
 
 #include "collectives/allgather.h"
@@ -11,6 +14,7 @@
 #include "collectives/alltoall.h"
 #include "collectives/barrier.h"
 #include "collectives/broadcast.h"
+#include "collectives/participants.h"
 #include "collectives/reducescatter.h"
 #include "collectives/select.h"
 #include "scheduler/negotiation.h"
@@ -89,6 +93,43 @@ TEST(VirtualNetwork, AlgorithmsTakeTheTimesOfTheirClosedForms) {
   network.OnEveryRank(
       [](Transport& transport) { EXPECT_TRUE(Barrier(transport, Patience()).ok()); });
   EXPECT_NEAR(network.Latest(), 4 * (message + costs.per_byte), 1e-9);
+}
+
+// The choice also counts the time to combine, which the network lacks.
+TEST(VirtualNetwork, TheChosenAllreduceTakesHardlyLongerThanTheFastest) {
+  constexpr double kCombiningSecondsPerByte = 0.1e-9;
+  const auto allreduce = [](LinkAlgorithm algorithm) {
+    return algorithm == LinkAlgorithm::kRing       ? AllreduceRingInPlace
+           : algorithm == LinkAlgorithm::kDoubling ? AllreduceDoublingInPlace
+                                                   : AllreduceHalvingInPlace;
+  };
+  for (const double lanes : {1.0, 8.0}) {
+    LinkCosts links;
+    links.per_byte *= lanes;
+    NetworkCosts costs;
+    costs.latency = links.per_message - 2 * costs.per_message;
+    costs.per_byte = links.per_byte;
+    for (const int size : {2, 3, 4, 5, 8, 12, 16, 17, 24, 64}) {
+      // Slices of equal numbers of cache lines; `scale` accounts for the real size.
+      const int lines = std::lcm(size, Participants(size).count);
+      const size_t count = static_cast<size_t>(lines) * kCacheLine / sizeof(float);
+      for (const size_t bytes :
+           {4 << 10, 64 << 10, 256 << 10, 1 << 20, 16 << 20, 64 << 20, 256 << 20}) {
+        const double own = static_cast<double>(bytes) / lanes;
+        const double scale = own / static_cast<double>(count * sizeof(float));
+        std::map<LinkAlgorithm, double> times;
+        for (const auto algorithm :
+             {LinkAlgorithm::kRing, LinkAlgorithm::kDoubling, LinkAlgorithm::kHalving}) {
+          times[algorithm] = TimeOf(allreduce(algorithm), size, count, costs, scale);
+        }
+        double least = times.begin()->second;
+        for (const auto& [algorithm, seconds] : times) least = std::min(least, seconds);
+        const auto chosen = SelectForLinks(size, static_cast<size_t>(own), links);
+        EXPECT_LE(times[chosen], 1.05 * least + own * kCombiningSecondsPerByte)
+            << size << " hosts, " << lanes << " lanes, " << bytes << " bytes";
+      }
+    }
+  }
 }
 
 // Ranks beyond a power of two add a message before the rounds and one after them.
