@@ -100,8 +100,9 @@ FrameServer::FrameServer(FrameServerOptions options, FrameHandler& handler, Host
 
 FrameServer::~FrameServer() { Close(); }
 
-void FrameServer::Send(uint64_t connection, std::shared_ptr<const std::string> payload) {
-  Enqueue({Command::Kind::kSend, connection, std::move(payload)});
+void FrameServer::Send(uint64_t connection, std::shared_ptr<const std::string> payload,
+                       std::string head) {
+  Enqueue({Command::Kind::kSend, connection, std::move(payload), 0, std::move(head)});
 }
 
 void FrameServer::Resume(uint64_t connection, double idle_seconds) {
@@ -262,7 +263,7 @@ void FrameServer::Run(const Command& command, Session& session) {
       if (!session.connection.HasOutput()) {
         session.answer = Deadline::AfterSeconds(options_.answer_seconds);
       }
-      session.failure = session.connection.Queue(AsBytes(*command.payload));
+      session.failure = session.connection.Queue(AsBytes(command.head), AsBytes(*command.payload));
       if (session.failure.ok()) session.failure = session.connection.Flush();
       session.muted = false;
       return;

@@ -63,8 +63,9 @@ class FrameServer {
   const HostPort& address() const { return address_; }
   bool InChild() const { return guard_.InChild(); }
 
-  // Sends an answer. The server reads no frame of the connection until the whole answer is sent.
-  void Send(uint64_t connection, std::shared_ptr<const std::string> payload);
+  // Sends an answer: `head`, followed by `payload`, which answers to several connections may share.
+  // The server reads no frame of the connection until the whole answer is sent.
+  void Send(uint64_t connection, std::shared_ptr<const std::string> payload, std::string head = {});
   // Reads the next frame. The connection ends with kTimeout if no frame begins within
   // `idle_seconds`.
   void Resume(uint64_t connection, double idle_seconds);
@@ -83,6 +84,7 @@ class FrameServer {
     uint64_t connection = 0;
     std::shared_ptr<const std::string> payload = nullptr;
     double idle_seconds = 0;
+    std::string head = {};
   };
   struct Session;
   using Sessions = std::map<uint64_t, Session>;

@@ -33,14 +33,16 @@ Digest FrameProtection::NextTag(Bytes payload_and_tag) {
                     payload_and_tag.Sub(0, size + sizeof(frames_)));
 }
 
-Status FrameProtection::Protect(ConstBytes payload, std::vector<std::byte>* out) {
+Status FrameProtection::Protect(ConstBytes head, ConstBytes rest, std::vector<std::byte>* out) {
   const size_t begin = out->size();
-  out->resize(begin + payload.size() + overhead());
-  const Bytes record(out->data() + begin, payload.size() + overhead());
-  if (cipher_) return cipher_->Seal(payload, record);
-  std::copy(payload.begin(), payload.end(), record.begin());
+  const size_t size = head.size() + rest.size();
+  out->resize(begin + size + overhead());
+  const Bytes record(out->data() + begin, size + overhead());
+  std::copy(head.begin(), head.end(), record.begin());
+  std::copy(rest.begin(), rest.end(), record.begin() + head.size());
+  if (cipher_) return cipher_->Seal(record.Sub(0, size), record);
   const Digest tag = NextTag(record);
-  std::copy(tag.begin(), tag.end(), record.begin() + payload.size());
+  std::copy(tag.begin(), tag.end(), record.begin() + size);
   return Status();
 }
 
@@ -81,17 +83,18 @@ FrameConnection::FrameConnection(UniqueFd fd, FrameProtection outgoing, FramePro
       limits_(limits),
       frame_deadline_(Deadline::Never()) {}
 
-Status FrameConnection::Queue(ConstBytes payload) {
-  if (payload.size() > limits_.max_bytes) {
-    return Status(StatusCode::kInvalidArgument, "a frame of " + std::to_string(payload.size()) +
+Status FrameConnection::Queue(ConstBytes head, ConstBytes rest) {
+  const size_t size = head.size() + rest.size();
+  if (size > limits_.max_bytes) {
+    return Status(StatusCode::kInvalidArgument, "a frame of " + std::to_string(size) +
                                                     " bytes exceeds the limit of " +
                                                     std::to_string(limits_.max_bytes) + " bytes");
   }
   const size_t begin = output_.size();
-  output_.reserve(begin + kFrameHeadBytes + payload.size() + outgoing_.overhead());
+  output_.reserve(begin + kFrameHeadBytes + size + outgoing_.overhead());
   output_.resize(begin + kFrameHeadBytes);
-  StoreLittleEndian(static_cast<uint32_t>(payload.size()), output_.data() + begin);
-  return outgoing_.Protect(payload, &output_);
+  StoreLittleEndian(static_cast<uint32_t>(size), output_.data() + begin);
+  return outgoing_.Protect(head, rest, &output_);
 }
 
 Status FrameConnection::Flush() {

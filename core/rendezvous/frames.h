@@ -43,8 +43,8 @@ class FrameProtection {
   static Result<FrameProtection> Make(const Digest& key, bool encrypt, LinkCipher::Use use);
 
   size_t overhead() const { return cipher_ ? kCipherTagBytes : sizeof(Digest); }
-  // Appends the protected payload to `out`.
-  Status Protect(ConstBytes payload, std::vector<std::byte>* out);
+  // Appends the protected payload, which consists of two parts, to `out`.
+  Status Protect(ConstBytes head, ConstBytes rest, std::vector<std::byte>* out);
   // Returns the payload, at the beginning of `record`. Fails with kAuthentication unless the peer
   // sent `record` as its next frame.
   Result<Bytes> Verify(Bytes record);
@@ -68,7 +68,9 @@ class FrameConnection {
 
   // The following functions never wait, and fail with kPeerLost once the connection has ended. Read
   // returns the next frame once it is complete.
-  Status Queue(ConstBytes payload);  // kInvalidArgument for a payload above the limit
+  // Queue fails with kInvalidArgument for a payload above the limit. The payload may have two
+  // parts.
+  Status Queue(ConstBytes head, ConstBytes rest = {});
   Status Flush();
   bool HasOutput() const { return sent_ < output_.size(); }
   Result<std::optional<std::string>> Read();

@@ -39,6 +39,9 @@ Result<StoreRequest> DecodeStoreRequest(ConstBytes bytes) {
       return request;
     case StoreRequestKind::kGet:
       return request.value.empty() ? Result<StoreRequest>(request) : malformed;
+    case StoreRequestKind::kWithdraw:
+      return DecodeRequestNumber(AsBytes(request.value)).ok() ? Result<StoreRequest>(request)
+                                                              : malformed;
     case StoreRequestKind::kGetAll:
     case StoreRequestKind::kMissing: {
       const auto range = DecodeNumberRange(AsBytes(request.value));
@@ -50,6 +53,19 @@ Result<StoreRequest> DecodeStoreRequest(ConstBytes bytes) {
     }
   }
   return malformed;
+}
+
+std::string EncodeRequestNumber(uint32_t number) {
+  std::array<std::byte, kRequestNumberBytes> bytes;
+  StoreLittleEndian(number, bytes.data());
+  return std::string(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+}
+
+Result<uint32_t> DecodeRequestNumber(ConstBytes bytes) {
+  if (bytes.size() != kRequestNumberBytes) {
+    return Status(StatusCode::kInvalidArgument, "malformed number of a rendezvous request");
+  }
+  return LoadLittleEndian<uint32_t>(bytes.data());
 }
 
 std::string EncodeNumberRange(NumberRange range) {

@@ -4,6 +4,7 @@
 #include <sys/socket.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <iterator>
 #include <utility>
 
@@ -14,12 +15,14 @@
 namespace sparkhvd {
 namespace {
 
-constexpr size_t kIdleConnections = 1;
-constexpr size_t kPendingConnections = 8;
+constexpr ptrdiff_t kMostUnawaited = 8;  // requests whose calls have timed out
 
-// Limits steps that do not depend on other ranks, whatever the caller's deadline: sending a
-// request, or receiving an answer that has begun to arrive.
+// Limits steps that do not depend on other ranks, whatever the caller's deadline.
 constexpr double kAnswerSeconds = 10.0;
+
+bool Waits(StoreRequestKind kind) {
+  return kind == StoreRequestKind::kGet || kind == StoreRequestKind::kGetAll;
+}
 
 Result<UniqueFd> DialServer(const std::vector<HostPort>& addresses, const std::string& token,
                             bool require_encryption, Deadline deadline, SessionKeys* keys,
@@ -37,31 +40,31 @@ Result<UniqueFd> DialServer(const std::vector<HostPort>& addresses, const std::s
 
 }  // namespace
 
-Result<std::string> TcpStoreClient::Ask(FrameConnection& connection, const StoreRequest& request,
-                                        Deadline deadline) {
-  SHVD_TRY(connection.Send(AsBytes(EncodeStoreRequest(request)), deadline));
-  return connection.Receive(deadline);
-}
-
 class TcpStoreClient::ConnectedWill final : public Will {
  public:
-  ConnectedWill(TcpStoreClient& client, FrameConnection connection)
-      : client_(client), connection_(std::move(connection)) {}
+  ConnectedWill(TcpStoreClient& client, std::shared_ptr<Line> line, uint32_t number,
+                StoreRequest will)
+      : client_(client), line_(std::move(line)), number_(number), will_(std::move(will)) {}
+
   ~ConnectedWill() override {
-    if (connection_) client_.ReleaseConnection(*std::move(connection_), false);
+    if (withdrawn_ || client_.guard_.InChild()) return;
+    const std::lock_guard<std::mutex> lock(client_.mutex_);
+    client_.Send(*line_, EncodeStoreRequest({StoreRequestKind::kSet, will_.key, will_.value}));
+    client_.Withdraw(*line_, number_);
   }
 
   void Withdraw() override {
-    if (!connection_) return;
-    const StoreRequest withdraw = {StoreRequestKind::kWill, "", ""};
-    const auto answer = Ask(*connection_, withdraw, Deadline::AfterSeconds(kAnswerSeconds));
-    client_.ReleaseConnection(*std::move(connection_), answer.ok());
-    connection_.reset();
+    if (std::exchange(withdrawn_, true) || client_.guard_.InChild()) return;
+    const StoreRequest request{StoreRequestKind::kWithdraw, "", EncodeRequestNumber(number_)};
+    (void)client_.AskOn(*line_, request, Deadline::AfterSeconds(kAnswerSeconds));
   }
 
  private:
   TcpStoreClient& client_;
-  std::optional<FrameConnection> connection_;
+  const std::shared_ptr<Line> line_;
+  const uint32_t number_;
+  const StoreRequest will_;
+  bool withdrawn_ = false;
 };
 
 Result<std::unique_ptr<TcpStoreClient>> TcpStoreClient::Connect(
@@ -88,36 +91,28 @@ TcpStoreClient::TcpStoreClient(HostPort server, std::string token, bool require_
                                FrameConnection first)
     : server_(std::move(server)),
       token_(std::move(token)),
-      require_encryption_(require_encryption) {
-  idle_.push_back(std::move(first));
-}
+      require_encryption_(require_encryption),
+      line_(std::make_shared<Line>(std::move(first))) {}
 
-TcpStoreClient::~TcpStoreClient() { Close(); }
-
-Result<std::string> TcpStoreClient::AskNow(const StoreRequest& request, Deadline deadline) {
-  if (guard_.InChild()) return Status(StatusCode::kShutDown, kForked);
-  SHVD_TRY(CheckStoreSizes(request.key, request.value.size()));
-  auto connection = Take(deadline);
-  if (!connection.ok()) return Explain(connection.status(), request.key, request.kind);
-  auto answer = Ask(connection.value(), request, deadline);
-  ReleaseConnection(std::move(connection).value(), answer.ok());
-  if (!answer.ok()) return Explain(answer.status(), request.key, request.kind);
-  return answer;
+TcpStoreClient::~TcpStoreClient() {
+  Close();
+  // In a forked child, its destruction would wait for the parent's threads.
+  if (guard_.InChild()) static_cast<void>(changed_.release());
 }
 
 Status TcpStoreClient::Set(const std::string& key, const std::string& value, Deadline deadline) {
-  return AskNow({StoreRequestKind::kSet, key, value}, deadline).status();
+  return Ask({StoreRequestKind::kSet, key, value}, deadline).status();
 }
 
 Result<std::string> TcpStoreClient::Get(const std::string& key, Deadline deadline) {
-  return Await({StoreRequestKind::kGet, key, ""}, deadline);
+  return Ask({StoreRequestKind::kGet, key, ""}, deadline);
 }
 
 Result<std::vector<std::string>> TcpStoreClient::GetAll(const std::string& prefix,
                                                         NumberRange numbers, Deadline deadline) {
   std::vector<std::string> values;
   for (NumberRange rest = numbers; rest.first < rest.end;) {
-    auto answer = Await({StoreRequestKind::kGetAll, prefix, EncodeNumberRange(rest)}, deadline);
+    auto answer = Ask({StoreRequestKind::kGetAll, prefix, EncodeNumberRange(rest)}, deadline);
     if (!answer.ok()) return answer.status();
     auto decoded = DecodeAnswer(AsBytes(answer.value()));
     if (!decoded.ok()) return Explain(decoded.status(), prefix, StoreRequestKind::kGetAll);
@@ -137,7 +132,7 @@ Result<std::vector<uint32_t>> TcpStoreClient::Missing(const std::string& prefix,
   for (NumberRange rest = numbers; rest.first < rest.end;) {
     const uint32_t count = std::min(rest.end - rest.first, kMostNumbersOfMissing);
     const NumberRange part = {rest.first, rest.first + count};
-    auto answer = AskNow({StoreRequestKind::kMissing, prefix, EncodeNumberRange(part)}, deadline);
+    auto answer = Ask({StoreRequestKind::kMissing, prefix, EncodeNumberRange(part)}, deadline);
     if (!answer.ok()) return answer.status();
     auto decoded = DecodeMissing(AsBytes(answer.value()));
     if (!decoded.ok()) return Explain(decoded.status(), prefix, StoreRequestKind::kMissing);
@@ -147,105 +142,60 @@ Result<std::vector<uint32_t>> TcpStoreClient::Missing(const std::string& prefix,
   return missing;
 }
 
-Result<std::string> TcpStoreClient::Await(const StoreRequest& request, Deadline deadline) {
-  if (guard_.InChild()) return Status(StatusCode::kShutDown, kForked);
-  const std::string& key = request.key;
-  SHVD_TRY(CheckStoreSizes(key, 0));
-  const std::string encoded = EncodeStoreRequest(request);
-  std::optional<FrameConnection> connection = TakePending(encoded);
-  if (!connection) {
-    // Sends the request even after the deadline, so that a later call can receive the answer.
-    auto taken = Take(deadline.Expired() ? Deadline::AfterSeconds(kAnswerSeconds) : deadline);
-    if (!taken.ok()) return Explain(taken.status(), key, request.kind);
-    connection.emplace(std::move(taken).value());
-    const Status sent = connection->Send(AsBytes(encoded), Deadline::AfterSeconds(kAnswerSeconds));
-    if (!sent.ok()) {
-      ReleaseConnection(*std::move(connection), false);
-      return Explain(sent, key, request.kind);
-    }
-  }
-  const Status answered = AwaitEvents(connection->fd(), POLLIN, deadline);
-  if (answered.code() == StatusCode::kTimeout) {
-    KeepPending({key, encoded, *std::move(connection)});
-    return Explain(answered, key, request.kind);
-  }
-  auto answer = connection->Receive(Deadline::AfterSeconds(kAnswerSeconds));
-  ReleaseConnection(*std::move(connection), answer.ok());
-  if (!answer.ok()) return Explain(answer.status(), key, request.kind);
-  return answer;
-}
-
 Result<std::unique_ptr<Will>> TcpStoreClient::LeaveWill(const std::string& key,
                                                         const std::string& value,
                                                         Deadline deadline) {
   if (guard_.InChild()) return Status(StatusCode::kShutDown, kForked);
   SHVD_TRY(CheckStoreSizes(key, value.size()));
-  auto connection = Take(deadline);
-  if (!connection.ok()) return Explain(connection.status(), key, StoreRequestKind::kWill);
-  const Status status =
-      Ask(connection.value(), {StoreRequestKind::kWill, key, value}, deadline).status();
+  const StoreRequest will{StoreRequestKind::kWill, key, value};
+  const auto line = Connected(deadline);
+  if (!line.ok()) return Explain(line.status(), key, will.kind);
+  std::unique_lock<std::mutex> lock(mutex_);
+  const auto request = Post(*line.value(), will);
+  const uint32_t number = request->first;
+  const Status status = AwaitAnswer(lock, *line.value(), request->second, deadline);
+  line.value()->pending.erase(request);
   if (status.ok()) {
     return std::unique_ptr<Will>(
-        std::make_unique<ConnectedWill>(*this, std::move(connection).value()));
+        std::make_unique<ConnectedWill>(*this, line.value(), number, will));
   }
-  ReleaseConnection(std::move(connection).value(), false);
-  return Explain(status, key, StoreRequestKind::kWill);
+  Withdraw(*line.value(), number);
+  lock.unlock();
+  return Explain(status, key, will.kind);
 }
 
 void TcpStoreClient::StopAsking(const std::string& key) {
   if (guard_.InChild()) return;
   const std::lock_guard<std::mutex> lock(mutex_);
-  pending_.remove_if([&key](const PendingRequest& pending) { return pending.key == key; });
+  if (!line_) return;
+  const std::shared_ptr<Line> line = line_;
+  for (auto request = line->pending.begin(); request != line->pending.end();) {
+    const bool forgets = !request->second.awaited && request->second.key == key;
+    request = forgets ? Forget(*line, request) : std::next(request);
+  }
 }
 
 void TcpStoreClient::Close() {
   std::unique_lock<std::mutex> lock(mutex_, std::defer_lock);
   if (guard_.InChild()) {
     // If a thread of the parent held the mutex at the fork, nothing in this process can unlock it,
-    // and the copies of the connections stay open.
-    if (!lock.try_lock() || closed_) return;
-    for (const int fd : busy_) ::close(fd);
-    busy_.clear();
+    // and the copy of the connection stays open.
+    if (!lock.try_lock()) return;
+    if (line_) line_->connection.Close();
   } else {
     lock.lock();
+    if (line_) Fail(*line_, Status(StatusCode::kShutDown, "closed"));
   }
   closed_ = true;
-  idle_.clear();
-  pending_.clear();
-  // The thread that uses a connection closes it. The shutdown only ends that thread's wait.
-  for (const int fd : busy_) ::shutdown(fd, SHUT_RDWR);
+  line_.reset();
 }
 
-std::optional<FrameConnection> TcpStoreClient::TakePending(const std::string& request) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  const auto found = std::find_if(
-      pending_.begin(), pending_.end(),
-      [&request](const PendingRequest& pending) { return pending.request == request; });
-  if (found == pending_.end()) return std::nullopt;
-  FrameConnection connection = std::move(found->connection);
-  pending_.erase(found);
-  busy_.insert(connection.fd());
-  return connection;
-}
-
-void TcpStoreClient::KeepPending(PendingRequest pending) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  busy_.erase(pending.connection.fd());
-  if (closed_) return;
-  pending_.push_back(std::move(pending));
-  if (pending_.size() > kPendingConnections) pending_.pop_front();
-}
-
-Result<FrameConnection> TcpStoreClient::Take(Deadline deadline) {
+Result<std::shared_ptr<TcpStoreClient::Line>> TcpStoreClient::Connected(Deadline deadline) {
+  const Status closed(StatusCode::kShutDown, "closed");
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (closed_) return Status(StatusCode::kShutDown, "closed");
-    if (!idle_.empty()) {
-      FrameConnection connection = std::move(idle_.back());
-      idle_.pop_back();
-      busy_.insert(connection.fd());
-      return connection;
-    }
+    if (closed_) return closed;
+    if (line_) return line_;
   }
   SessionKeys keys;
   auto dialed = DialServer({server_}, token_, require_encryption_, deadline, &keys);
@@ -256,26 +206,143 @@ Result<FrameConnection> TcpStoreClient::Take(Deadline deadline) {
   }
   auto connection =
       FrameConnection::Make(std::move(dialed).value(), keys, Side::kDialer, kStoreLimits);
-  if (!connection.ok()) return connection;
+  if (!connection.ok()) return connection.status();
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (closed_) return Status(StatusCode::kShutDown, "closed");
-  busy_.insert(connection.value().fd());
-  return connection;
+  if (closed_) return closed;
+  if (!line_) line_ = std::make_shared<Line>(std::move(connection).value());
+  return line_;
 }
 
-void TcpStoreClient::ReleaseConnection(FrameConnection connection, bool reusable) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  busy_.erase(connection.fd());
-  if (reusable && !closed_ && idle_.size() < kIdleConnections) {
-    idle_.push_back(std::move(connection));
+Result<std::string> TcpStoreClient::Ask(const StoreRequest& request, Deadline deadline) {
+  if (guard_.InChild()) return Status(StatusCode::kShutDown, kForked);
+  SHVD_TRY(CheckStoreSizes(request.key, request.value.size()));
+  // Sends the request of a Get even after the deadline, so that a later call can take the answer.
+  const bool expired = Waits(request.kind) && deadline.Expired();
+  const auto line = Connected(expired ? Deadline::AfterSeconds(kAnswerSeconds) : deadline);
+  if (!line.ok()) return Explain(line.status(), request.key, request.kind);
+  auto answer = AskOn(*line.value(), request, deadline);
+  if (!answer.ok()) return Explain(answer.status(), request.key, request.kind);
+  return answer;
+}
+
+Result<std::string> TcpStoreClient::AskOn(Line& line, const StoreRequest& request,
+                                          Deadline deadline) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  const auto posted = Post(line, request);
+  const Status status = AwaitAnswer(lock, line, posted->second, deadline);
+  if (status.code() == StatusCode::kTimeout && Waits(request.kind)) {
+    posted->second.awaited = false;
+    const auto unawaited = [](const auto& entry) { return !entry.second.awaited; };
+    if (std::count_if(line.pending.begin(), line.pending.end(), unawaited) > kMostUnawaited) {
+      Forget(line, std::find_if(line.pending.begin(), line.pending.end(), unawaited));
+    }
+    return status;
   }
+  std::optional<std::string> answer = std::move(posted->second.answer);
+  line.pending.erase(posted);
+  SHVD_TRY(status);
+  return *std::move(answer);
+}
+
+uint32_t TcpStoreClient::Send(Line& line, const std::string& encoded) {
+  const uint32_t number = ++line.last;
+  if (!line.failure.ok()) return number;
+  Status sent = line.connection.Queue(AsBytes(EncodeRequestNumber(number)), AsBytes(encoded));
+  if (sent.ok()) sent = line.connection.Flush();
+  if (!sent.ok()) Fail(line, sent);
+  return number;
+}
+
+// Sends the request, unless an earlier call has sent the same and timed out.
+TcpStoreClient::PendingRequests::iterator TcpStoreClient::Post(Line& line,
+                                                               const StoreRequest& request) {
+  std::string encoded = EncodeStoreRequest(request);
+  const auto earlier = std::find_if(
+      line.pending.begin(), line.pending.end(),
+      [&](const auto& entry) { return !entry.second.awaited && entry.second.encoded == encoded; });
+  if (earlier != line.pending.end()) {
+    earlier->second.awaited = true;
+    return earlier;
+  }
+  const uint32_t number = Send(line, encoded);
+  PendingRequest pending{request.key, Waits(request.kind) ? std::move(encoded) : std::string()};
+  return line.pending.emplace(number, std::move(pending)).first;
+}
+
+// One call receives for all. The others wait for it, and for room for what is still to be sent.
+Status TcpStoreClient::AwaitAnswer(std::unique_lock<std::mutex>& lock, Line& line,
+                                   const PendingRequest& request, Deadline deadline) {
+  while (!request.answer) {
+    SHVD_TRY(line.failure);
+    const bool receives = !line.receives;
+    const bool sends = line.connection.HasOutput();
+    Status ready(StatusCode::kTimeout, "no answer before the deadline");
+    if (receives || sends) {
+      if (receives) line.receives = true;
+      lock.unlock();
+      const int events = (receives ? POLLIN : 0) | (sends ? POLLOUT : 0);
+      ready = AwaitEvents(line.connection.fd(), static_cast<short>(events), deadline);
+      lock.lock();
+      if (receives) line.receives = false;
+      if (ready.ok()) Advance(line);
+      changed_->notify_all();
+    } else if (changed_->wait_until(lock, deadline.at()) == std::cv_status::no_timeout) {
+      continue;
+    }
+    if (ready.code() == StatusCode::kTimeout) return request.answer ? Status() : ready;
+    if (!ready.ok()) Fail(line, ready);
+  }
+  return Status();
+}
+
+void TcpStoreClient::Advance(Line& line) {
+  Status status = line.failure;
+  if (status.ok()) status = line.connection.Flush();
+  while (status.ok()) {
+    auto frame = line.connection.Read();
+    status = frame.status();
+    if (!status.ok() || !frame.value()) break;
+    status = Deliver(line, *std::move(frame).value());
+  }
+  if (!status.ok()) Fail(line, status);
+}
+
+Status TcpStoreClient::Deliver(Line& line, std::string frame) {
+  const size_t head = std::min(kRequestNumberBytes, frame.size());
+  const auto number = DecodeRequestNumber(AsBytes(frame).Sub(0, head));
+  SHVD_TRY(number.status());
+  const auto request = line.pending.find(number.value());
+  if (request == line.pending.end()) return Status();  // nobody waits for it any more
+  frame.erase(0, head);
+  request->second.answer = std::move(frame);
+  return Status();
+}
+
+void TcpStoreClient::Withdraw(Line& line, uint32_t number) {
+  Send(line, EncodeStoreRequest({StoreRequestKind::kWithdraw, "", EncodeRequestNumber(number)}));
+}
+
+// Returns what follows `request`.
+TcpStoreClient::PendingRequests::iterator TcpStoreClient::Forget(
+    Line& line, PendingRequests::iterator request) {
+  if (!request->second.answer) Withdraw(line, request->first);
+  return line.pending.erase(request);
+}
+
+// The calls in progress close the connection. The shutdown only ends their waits.
+void TcpStoreClient::Fail(Line& line, const Status& why) {
+  if (!line.failure.ok()) return;
+  line.failure = why;
+  ::shutdown(line.connection.fd(), SHUT_RDWR);
+  if (line_.get() == &line) line_.reset();
+  changed_->notify_all();
 }
 
 Status TcpStoreClient::Explain(const Status& failure, const std::string& key,
                                StoreRequestKind kind) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (closed_) return Status(StatusCode::kShutDown, "the rendezvous client was closed");
-  const bool waits = kind == StoreRequestKind::kGet || kind == StoreRequestKind::kGetAll;
+  const bool waits = Waits(kind);
   if (failure.code() == StatusCode::kTimeout && waits) return MissingKey(key);
   const std::string what = (waits                                ? "get key '"
                             : kind == StoreRequestKind::kMissing ? "look up key '"

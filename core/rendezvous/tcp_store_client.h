@@ -1,13 +1,15 @@
 // The client of a TcpStoreServer.
 #pragma once
 
+#include <condition_variable>
+#include <cstdint>
 #include <functional>
-#include <list>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
-#include <unordered_set>
+#include <utility>
 #include <vector>
 
 #include "base/fork_guard.h"
@@ -18,11 +20,12 @@
 
 namespace sparkhvd {
 
-// Thread-safe: every call in progress has its own connection, so a thread that waits for a key does
-// not block the others. After a timeout, the server keeps the request of a Get, and the next Get of
-// the key reuses the connection, so polling is cheap. The client has no thread. It encrypts if the
-// server does. In a forked child, only Close works. It closes the child's copies of the
-// connections.
+// Thread-safe: all calls share one connection, and a thread that waits for a key does not block the
+// others. After a timeout, the server keeps the request of a Get, and the next Get of the key takes
+// its answer, so polling is cheap. The client has no thread: one of the calls in progress receives
+// for all of them. If the connection fails, so do these calls; the next one dials again. The client
+// encrypts if the server does. In a forked child, only Close works. It closes the child's copy of
+// the connection.
 class TcpStoreClient final : public KeyValueStore {
  public:
   // Keeps the address of the first server that answers and knows the token. For `check` and
@@ -41,7 +44,6 @@ class TcpStoreClient final : public KeyValueStore {
   Result<std::vector<uint32_t>> Missing(const std::string& prefix, NumberRange numbers,
                                         Deadline deadline) override;
   void StopAsking(const std::string& key) override;
-  // Reserves a connection for the will until it is withdrawn.
   Result<std::unique_ptr<Will>> LeaveWill(const std::string& key, const std::string& value,
                                           Deadline deadline) override;
 
@@ -51,37 +53,56 @@ class TcpStoreClient final : public KeyValueStore {
  private:
   class ConnectedWill;
 
-  // A request that timed out here, and the connection on which its answer may still arrive.
   struct PendingRequest {
     std::string key;
-    std::string request;
+    std::string encoded;  // only of a Get or a GetAll
+    bool awaited = true;  // by a call in progress
+    std::optional<std::string> answer = std::nullopt;
+  };
+  using PendingRequests = std::map<uint32_t, PendingRequest>;  // by number, oldest first
+
+  // The connection and the requests whose answers have not been taken. The calls that use it own
+  // it, so it outlives a failure.
+  struct Line {
+    explicit Line(FrameConnection framed) : connection(std::move(framed)) {}
+
     FrameConnection connection;
+    PendingRequests pending;
+    uint32_t last = 0;      // number of a request
+    bool receives = false;  // whether a call in progress waits for input
+    Status failure;
   };
 
   TcpStoreClient(HostPort server, std::string token, bool require_encryption,
                  FrameConnection first);
 
-  static Result<std::string> Ask(FrameConnection& connection, const StoreRequest& request,
-                                 Deadline deadline);
-  // Sends a request that the server answers at once.
-  Result<std::string> AskNow(const StoreRequest& request, Deadline deadline);
-  // Sends a Get or a GetAll unless the server already has the request, and waits for the answer.
-  Result<std::string> Await(const StoreRequest& request, Deadline deadline);
-  Result<FrameConnection> Take(Deadline deadline);
-  std::optional<FrameConnection> TakePending(const std::string& request);
-  void ReleaseConnection(FrameConnection connection, bool reusable);
-  void KeepPending(PendingRequest pending);
+  // Returns the line, and dials if there is none.
+  Result<std::shared_ptr<Line>> Connected(Deadline deadline);
+  // Waits for the answer. After a timeout, the request of a Get or a GetAll stays with the server.
+  Result<std::string> Ask(const StoreRequest& request, Deadline deadline);
+  Result<std::string> AskOn(Line& line, const StoreRequest& request, Deadline deadline);
   Status Explain(const Status& failure, const std::string& key, StoreRequestKind kind);
+
+  // The following functions require the mutex.
+  uint32_t Send(Line& line, const std::string& encoded);
+  PendingRequests::iterator Post(Line& line, const StoreRequest& request);
+  // Releases the lock while it waits.
+  Status AwaitAnswer(std::unique_lock<std::mutex>& lock, Line& line, const PendingRequest& request,
+                     Deadline deadline);
+  void Advance(Line& line);
+  static Status Deliver(Line& line, std::string frame);
+  void Withdraw(Line& line, uint32_t number);
+  PendingRequests::iterator Forget(Line& line, PendingRequests::iterator request);
+  void Fail(Line& line, const Status& why);
 
   const HostPort server_;
   const std::string token_;
   const bool require_encryption_;
   const ForkGuard guard_;
-  std::mutex mutex_;  // guards the fields below; innermost in the lock order
+  std::mutex mutex_;  // guards the fields below and the line's; innermost in the lock order
+  std::unique_ptr<std::condition_variable> changed_ = std::make_unique<std::condition_variable>();
   bool closed_ = false;
-  std::vector<FrameConnection> idle_;
-  std::list<PendingRequest> pending_;  // oldest first
-  std::unordered_set<int> busy_;
+  std::shared_ptr<Line> line_;  // null if it has failed
 };
 
 }  // namespace sparkhvd

@@ -114,11 +114,10 @@ def supervise_rank(
     """
     rank, size = slot.world.rank, slot.world.size
     hosts = [other.offer.host for other in plan.slots]
-    # One connection waits for the outcome while the other sends. Connecting has its own time limit, because the server
-    # already runs, and ``deadline`` is for the worker and may be close.
-    connecting = Deadline.after(NOTE_SECONDS)
-    with plan.connect(connecting) as listening, plan.connect(connecting) as client:
-        watcher = watch_outcome(listening, worker.events)
+    # Connecting has its own time limit, because the server already runs, and ``deadline`` is for the worker and may be
+    # close.
+    with plan.connect(Deadline.after(NOTE_SECONDS)) as client:
+        watcher = watch_outcome(client, worker.events)
         try:
             own_parent = os.getppid() if parent is None else parent
             supervision = Supervision(rank, slot.offer.host, client, deadline, hosts, own_parent, report_phase)
@@ -132,7 +131,7 @@ def supervise_rank(
             if rank == 0:
                 wait_for_leave(client, size)
         finally:
-            listening.close()
+            client.close()
             watcher.join()
     return ended if outcome.failure is None else outcome
 

@@ -202,6 +202,22 @@ def test_more_ranks_than_this_process_may_have_open_files_are_refused_at_once():
         sparkhvd.run(sum_of_ranks, (0,), num_proc=2**40, launcher="local")
 
 
+def count_connections_to_the_rendezvous() -> int:
+    from sparkhvd.comm import session  # noqa: PLC0415
+
+    session.init()
+    session.current().barrier()  # now all ranks have connected, and their tasks supervise them
+    (_, port), *_ = session.launch_context().rendezvous
+    connections = [one for one in psutil.net_connections("tcp") if one.raddr and one.raddr.port == port]
+    session.current().barrier()
+    return len(connections)
+
+
+def test_a_rank_and_its_task_have_one_connection_each_to_the_rendezvous():
+    results = sparkhvd.run(count_connections_to_the_rendezvous, num_proc=3, launcher="local")
+    assert results == [3 * 2] * 3
+
+
 def test_the_local_launcher_does_not_import_pyspark():
     code = (
         "import sys, sparkhvd\n"

@@ -3,7 +3,10 @@
 
 #include <gtest/gtest.h>
 #include <poll.h>
+#include <signal.h>
 #include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <array>
 #include <functional>
@@ -287,6 +290,116 @@ TEST(TcpStore, ReceivesOneRequestHoweverOftenItsClientPollsForAKey) {
   EXPECT_EQ(client->GetAll("done/", {0, 1000}, Late()).value().size(), 1000u);
   EXPECT_TRUE(client->Missing("done/", {0, 1000}, Late()).value().empty());
   EXPECT_EQ(server->requests(), 3u);
+}
+
+TEST(TcpStore, AClientHasOneConnectionHoweverManyRequestsWait) {
+  auto server = StartServer();
+  auto client = ConnectTo(*server);
+  ASSERT_TRUE(client->Set("key", "1", Late()).ok());  // so the server has admitted the client
+  const Holdings before;
+  auto will = client->LeaveWill("lost", "", Late());
+  ASSERT_TRUE(will.ok()) << will.status().message();
+  std::vector<std::future<std::string>> waiters;
+  for (int i = 0; i < 4; ++i) {
+    const std::string key = "later/" + std::to_string(i);
+    EXPECT_FALSE(client->Get("never/" + std::to_string(i), Deadline::AfterSeconds(0)).ok());
+    waiters.push_back(
+        std::async(std::launch::async, [&, key] { return client->Get(key, Late()).value(); }));
+  }
+  EXPECT_EQ(client->Get("key", Late()).value(), "1");
+  EXPECT_EQ(Holdings().descriptors, before.descriptors);
+  for (int i = 3; i >= 0; --i) {
+    ASSERT_TRUE(client->Set("later/" + std::to_string(i), std::to_string(i), Late()).ok());
+  }
+  for (int i = 0; i < 4; ++i) EXPECT_EQ(waiters[static_cast<size_t>(i)].get(), std::to_string(i));
+  will.value()->Withdraw();
+}
+
+// The server reads nothing while it sends, so both would wait for the other to read.
+TEST(TcpStore, AClientThatSendsALongValueReceivesThoseThatItNoLongerWaitsFor) {
+  auto server = StartServer();
+  auto client = ConnectTo(*server);
+  const std::string value(kMaxValueBytes / 2, 'v');
+  for (const char* key : {"a", "b"}) {
+    EXPECT_FALSE(client->Get(key, Deadline::AfterSeconds(0)).ok());
+  }
+  for (const char* key : {"a", "b"}) ASSERT_TRUE(server->Set(key, value, Late()).ok());
+  ASSERT_TRUE(client->Set("c", value, Late()).ok());
+  for (const char* key : {"a", "b", "c"}) EXPECT_TRUE(client->Get(key, Late()).value() == value);
+}
+
+TEST(TcpStore, AnEarlierRequestMayTimeOutWhileALaterOneIsAnswered) {
+  auto server = StartServer();
+  auto client = ConnectTo(*server);
+  auto waiter = std::async(std::launch::async, [&] { return client->Get("later", Late()); });
+  EXPECT_EQ(client->Get("never", Soon()).status().code(), StatusCode::kTimeout);
+  ASSERT_TRUE(client->Set("later", "1", Late()).ok());
+  EXPECT_EQ(waiter.get().value(), "1");
+}
+
+TEST(TcpStore, ForgetsTheRequestsOfAKeyThatAClientNoLongerAsksFor) {
+  auto server = StartServer();
+  auto client = ConnectTo(*server);
+  auto waiter = std::async(std::launch::async, [&] { return client->Get("key", Late()); });
+  for (int time = 0; time < 100; ++time) {
+    const std::string key = "key/" + std::to_string(time);
+    EXPECT_FALSE(client->Get(key, Deadline::AfterSeconds(0)).ok());
+    if (time % 2 == 0) client->StopAsking(key);
+  }
+  EXPECT_FALSE(client->Get("key", Deadline::AfterSeconds(0)).ok());
+  client->StopAsking("key");
+  ASSERT_TRUE(server->Set("key", "1", Late()).ok());
+  EXPECT_EQ(waiter.get().value(), "1") << "this call still waits";
+  ASSERT_TRUE(server->Set("key/7", "2", Late()).ok());
+  EXPECT_EQ(client->Get("key/7", Late()).value(), "2");
+}
+
+// Ends this process's connections to the server.
+void Disconnect(const TcpStoreServer& server) {
+  for (int fd = 0; fd < 1024; ++fd) {
+    const auto peer = PeerAddress(fd);
+    if (peer.ok() && peer.value().port == server.address().port) ::shutdown(fd, SHUT_RDWR);
+  }
+}
+
+TEST(TcpStore, AClientDialsAgainAfterItsConnectionHasEnded) {
+  auto server = StartServer();
+  auto client = ConnectTo(*server);
+  auto will = client->LeaveWill("will", "carried out", Late());
+  ASSERT_TRUE(will.ok()) << will.status().message();
+  EXPECT_FALSE(client->Get("key", Deadline::AfterSeconds(0)).ok());
+  Disconnect(*server);
+  EXPECT_EQ(client->Get("key", Late()).status().code(), StatusCode::kPeerLost);
+  ASSERT_TRUE(client->Set("key", "1", Late()).ok());
+  EXPECT_EQ(client->Get("key", Late()).value(), "1");
+  EXPECT_EQ(client->Get("will", Late()).value(), "carried out");
+}
+
+TEST(TcpStore, AForkedChildDropsItsCopyOfAClientWhileThreadsOfTheParentWait) {
+  auto server = StartServer();
+  auto client = ConnectTo(*server);
+  std::vector<std::future<Status>> waiters;
+  for (int i = 0; i < 3; ++i) {
+    waiters.push_back(std::async(std::launch::async,
+                                 [&client] { return client->Get("later", Late()).status(); }));
+  }
+  const Deadline deadline = Late();
+  while (server->requests() < waiters.size() && !deadline.Expired()) std::this_thread::yield();
+  const pid_t child = ::fork();
+  if (child == 0) {
+    client.reset();
+    ::_exit(0);
+  }
+  ASSERT_GT(child, 0);
+  int status = 0;
+  pid_t ended = 0;
+  while ((ended = ::waitpid(child, &status, WNOHANG)) == 0 && !deadline.Expired()) {
+    std::this_thread::yield();
+  }
+  EXPECT_EQ(ended, child) << "the child hangs";
+  if (ended == 0) ::kill(child, SIGKILL);
+  ASSERT_TRUE(client->Set("later", "1", Late()).ok());
+  for (std::future<Status>& waiter : waiters) EXPECT_TRUE(waiter.get().ok());
 }
 
 TEST(TcpStore, WakesLocalWaitersWhenItCloses) {

@@ -20,6 +20,10 @@
 namespace sparkhvd {
 namespace {
 
+std::string Numbered(uint32_t number, const StoreRequest& request) {
+  return EncodeRequestNumber(number) + EncodeStoreRequest(request);
+}
+
 class RendezvousServer : public testing::Test {
  protected:
   void Start(ReceptionLimits limits = {}) {
@@ -215,17 +219,19 @@ TEST_F(RendezvousServer, AsksDroppedConnectionsToRetry) {
 
 TEST_F(RendezvousServer, EndsTheSessionOfAMemberThatBreaksTheProtocol) {
   Start();
-  std::string key_is_longer = EncodeStoreRequest({StoreRequestKind::kSet, "k", "v"});
+  std::string key_is_longer = Numbered(1, {StoreRequestKind::kSet, "k", "v"});
   key_is_longer.pop_back();
   key_is_longer.pop_back();
   const std::vector<std::string> malformed = {
       "",
+      "no",
       "short",
-      EncodeStoreRequest({static_cast<StoreRequestKind>(0), "k", "v"}),
-      EncodeStoreRequest({static_cast<StoreRequestKind>(77), "k", "v"}),
-      EncodeStoreRequest({StoreRequestKind::kGet, "k", "v"}),
-      EncodeStoreRequest({StoreRequestKind::kSet, std::string(kMaxKeyBytes + 1, 'k'), "v"}),
-      EncodeStoreRequest({StoreRequestKind::kSet, "k", std::string(kMaxValueBytes + 1, 'v')}),
+      Numbered(1, {static_cast<StoreRequestKind>(0), "k", "v"}),
+      Numbered(1, {static_cast<StoreRequestKind>(77), "k", "v"}),
+      Numbered(1, {StoreRequestKind::kGet, "k", "v"}),
+      Numbered(1, {StoreRequestKind::kWithdraw, "", "v"}),
+      Numbered(1, {StoreRequestKind::kSet, std::string(kMaxKeyBytes + 1, 'k'), "v"}),
+      Numbered(1, {StoreRequestKind::kSet, "k", std::string(kMaxValueBytes + 1, 'v')}),
       key_is_longer,
   };
   for (const std::string& request : malformed) {
@@ -236,13 +242,38 @@ TEST_F(RendezvousServer, EndsTheSessionOfAMemberThatBreaksTheProtocol) {
   ExpectServes();
 }
 
-TEST_F(RendezvousServer, EndsTheSessionOfAMemberThatAsksTwiceAtOnce) {
+TEST_F(RendezvousServer, EndsTheSessionOfAMemberThatUsesANumberTwiceAtOnce) {
   Start();
   FrameConnection member = Member();
-  const std::string get = EncodeStoreRequest({StoreRequestKind::kGet, "never", ""});
-  for (int i = 0; i < 2; ++i) ASSERT_TRUE(member.Send(AsBytes(get), Late()).ok());
+  for (const uint32_t number : {1, 2, 2}) {
+    const std::string get = Numbered(number, {StoreRequestKind::kGet, "never", ""});
+    ASSERT_TRUE(member.Send(AsBytes(get), Late()).ok());
+  }
   EXPECT_EQ(member.Receive(Late()).status().code(), StatusCode::kPeerLost);
   ExpectServes();
+}
+
+TEST_F(RendezvousServer, AnswersTheRequestsOfAMemberInAnyOrderUnlessTheyAreWithdrawn) {
+  Start();
+  FrameConnection member = Member();
+  const auto send = [&](uint32_t number, const StoreRequest& request) {
+    EXPECT_TRUE(member.Send(AsBytes(Numbered(number, request)), Late()).ok());
+  };
+  send(7, {StoreRequestKind::kGet, "b", ""});
+  send(8, {StoreRequestKind::kGet, "b", ""});
+  send(9, {StoreRequestKind::kGet, "a", ""});
+  send(10, {StoreRequestKind::kWithdraw, "", EncodeRequestNumber(8)});
+  send(11, {StoreRequestKind::kSet, "a", "first"});
+  send(12, {StoreRequestKind::kWithdraw, "", EncodeRequestNumber(77)});
+  send(13, {StoreRequestKind::kSet, "b", "second"});
+  std::multiset<std::string> answers;
+  for (int i = 0; i < 6; ++i) answers.insert(member.Receive(Late()).value());
+  const auto answer = [](uint32_t number, const char* value) {
+    return EncodeRequestNumber(number) + value;
+  };
+  EXPECT_EQ(answers,
+            (std::multiset<std::string>{answer(7, "second"), answer(9, "first"), answer(10, ""),
+                                        answer(11, ""), answer(12, ""), answer(13, "")}));
 }
 
 TEST_F(RendezvousServer, ForgetsMembersThatLeaveDuringARequest) {
@@ -250,7 +281,7 @@ TEST_F(RendezvousServer, ForgetsMembersThatLeaveDuringARequest) {
   const Holdings before = HoldingsBefore();
   for (int i = 0; i < 10; ++i) {
     FrameConnection waiting = Member();
-    const std::string get = EncodeStoreRequest({StoreRequestKind::kGet, "", ""});
+    const std::string get = Numbered(1, {StoreRequestKind::kGet, "", ""});
     ASSERT_TRUE(waiting.Send(AsBytes(get), Late()).ok());
     FrameConnection half = Member();
     ASSERT_TRUE(WriteExactly(half.fd(), AsBytes(std::string("\5\0\0\0half", 8)), Late()).ok());

@@ -179,6 +179,8 @@ TEST(Fuzz, StoreRequests) {
       ToInput(AsBytes(EncodeStoreRequest({StoreRequestKind::kGetAll, "a prefix", range}))));
   seeds.push_back(
       ToInput(AsBytes(EncodeStoreRequest({StoreRequestKind::kMissing, "a prefix", range}))));
+  seeds.push_back(ToInput(
+      AsBytes(EncodeStoreRequest({StoreRequestKind::kWithdraw, "", EncodeRequestNumber(7)}))));
   Fuzz(seeds, [](const FuzzInput& input) {
     const auto request = DecodeStoreRequest(View(input));
     if (!request.ok()) return;
@@ -240,8 +242,9 @@ TEST(Fuzz, TheStoreServerOutlivesAMemberThatSendsNonsense) {
         StoreRequest{StoreRequestKind::kGet, "key", ""},
         StoreRequest{StoreRequestKind::kGetAll, "key", EncodeNumberRange({0, 2})},
         StoreRequest{StoreRequestKind::kMissing, "key", EncodeNumberRange({0, 2})},
-        StoreRequest{StoreRequestKind::kWill, "key", "value"}}) {
-    seeds.push_back(ToInput(AsBytes(EncodeStoreRequest(request))));
+        StoreRequest{StoreRequestKind::kWill, "key", "value"},
+        StoreRequest{StoreRequestKind::kWithdraw, "", EncodeRequestNumber(1)}}) {
+    seeds.push_back(ToInput(AsBytes(EncodeRequestNumber(1) + EncodeStoreRequest(request))));
   }
   Fuzz(seeds, [&](const FuzzInput& input) {
     const Deadline deadline = Deadline::AfterSeconds(20);

@@ -65,7 +65,8 @@ class VirtualStore {
 
  private:
   static constexpr int kNobody = -1;
-  static constexpr size_t kFrameBytes = kFrameHeadBytes + sizeof(Digest);  // besides the payload
+  // Besides a request or an answer.
+  static constexpr size_t kFrameBytes = kFrameHeadBytes + kRequestNumberBytes + sizeof(Digest);
 
   struct Rank {
     VirtualRank own;
@@ -88,10 +89,7 @@ class VirtualStore {
 
   class Client final : public KeyValueStore {
    public:
-    Client(VirtualStore& store, int rank) : store_(store), rank_(rank) {
-      store_.Connect(rank_);
-      ++idle_;
-    }
+    Client(VirtualStore& store, int rank) : store_(store), rank_(rank) { store_.Connect(rank_); }
 
     Status Set(const std::string& key, const std::string& value, Deadline) override {
       return Ask({StoreRequestKind::kSet, key, value}).status();
@@ -117,17 +115,15 @@ class VirtualStore {
     Result<std::unique_ptr<Will>> LeaveWill(const std::string& key, const std::string& value,
                                             Deadline) override {
       SHVD_TRY(Ask({StoreRequestKind::kWill, key, value}).status());
-      --idle_;
-      return std::unique_ptr<Will>(std::make_unique<ReservedConnection>(*this));
+      return std::unique_ptr<Will>(std::make_unique<WithdrawnWill>(*this));
     }
 
    private:
-    class ReservedConnection final : public Will {
+    class WithdrawnWill final : public Will {
      public:
-      explicit ReservedConnection(Client& client) : client_(client) {}
+      explicit WithdrawnWill(Client& client) : client_(client) {}
       void Withdraw() override {
-        ++client_.idle_;
-        (void)client_.Ask({StoreRequestKind::kWill, "", ""});
+        (void)client_.Ask({StoreRequestKind::kWithdraw, "", EncodeRequestNumber(0)});
       }
 
      private:
@@ -135,17 +131,12 @@ class VirtualStore {
     };
 
     Result<std::shared_ptr<const std::string>> Ask(const StoreRequest& request) {
-      if (idle_ == 0) {
-        store_.Connect(rank_);
-        ++idle_;
-      }
       return store_.Exchange({rank_, request, kFrameBytes},
                              EncodeStoreRequest(request).size() + kFrameBytes);
     }
 
     VirtualStore& store_;
     const int rank_;
-    int idle_ = 0;  // connections
   };
 
   Rank& At(int rank) { return ranks_[static_cast<size_t>(rank)]; }

@@ -47,6 +47,16 @@ TEST(Will, IsExecutedWhenItsConnectionEndsUnlessItIsWithdrawn) {
   lost.value().reset();
   EXPECT_EQ(other->Get("lost", Late()).value(), "is gone");
   EXPECT_EQ(other->Get("kept", Soon()).status().code(), StatusCode::kTimeout);
+  std::vector<Result<std::unique_ptr<Will>>> wills;
+  for (const char* key : {"one", "two", "three"}) {
+    wills.push_back(client->LeaveWill(key, key, Late()));
+    ASSERT_TRUE(wills.back().ok()) << wills.back().status().message();
+  }
+  wills[1].value()->Withdraw();
+  client->Close();
+  EXPECT_EQ(other->Get("one", Late()).value(), "one");
+  EXPECT_EQ(other->Get("three", Late()).value(), "three");
+  EXPECT_EQ(other->Get("two", Soon()).status().code(), StatusCode::kTimeout);
 }
 
 TEST(Meeting, AWaitForOneRankEndsWithTheFailureOfAnother) {
