@@ -9,6 +9,7 @@
 #include <numeric>
 #include <vector>
 
+#include "base/thorough.h"
 #include "collectives/allgather.h"
 #include "collectives/allreduce_links.h"
 #include "collectives/alltoall.h"
@@ -97,6 +98,7 @@ TEST(VirtualNetwork, AlgorithmsTakeTheTimesOfTheirClosedForms) {
 
 // The choice also counts the time to combine, which the network lacks.
 TEST(VirtualNetwork, TheChosenAllreduceTakesHardlyLongerThanTheFastest) {
+  if (!Thorough()) GTEST_SKIP() << "the algorithms of the test above with other values";
   constexpr double kCombiningSecondsPerByte = 0.1e-9;
   const auto allreduce = [](LinkAlgorithm algorithm) {
     return algorithm == LinkAlgorithm::kRing       ? AllreduceRingInPlace
