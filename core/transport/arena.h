@@ -20,8 +20,8 @@ class Arena {
   virtual int count() const = 0;
   virtual const std::vector<int>& ranks() const = 0;
 
-  // Returns the region of `member`. All regions have the same size, a multiple of 4096, and are
-  // aligned to a page.
+  // Returns the region of `member`. All regions have the same size, a multiple of 4096, and
+  // begin in the middle of a page.
   virtual Bytes Region(int member) const = 0;
 
   // Publishes everything that this member has written (release) and advances its counter by one.

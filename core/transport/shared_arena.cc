@@ -51,8 +51,11 @@ struct MemberSlot {
 
 size_t WholePages(size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 
-size_t ControlBytes(size_t count) {
-  return WholePages(sizeof(ArenaHeader) + count * sizeof(MemberSlot));
+// Returns the offset of the first region. All regions begin in the middle of a page. Large tensors
+// begin near the start of one, and copies between addresses that are close within their pages are
+// slow: processors compare only the lower 12 bits to find loads that depend on earlier stores.
+size_t RegionsOffset(size_t count) {
+  return WholePages(sizeof(ArenaHeader) + count * sizeof(MemberSlot)) + kPage / 2;
 }
 
 class SharedArena final : public Arena {
@@ -76,7 +79,8 @@ class SharedArena final : public Arena {
   const std::vector<int>& ranks() const override { return ranks_; }
 
   Bytes Region(int member) const override {
-    const size_t offset = ControlBytes(ranks_.size()) + static_cast<size_t>(member) * region_bytes_;
+    const size_t offset =
+        RegionsOffset(ranks_.size()) + static_cast<size_t>(member) * region_bytes_;
     return Bytes(mapping_->data() + offset, region_bytes_);
   }
 
@@ -284,7 +288,7 @@ bool MemberWatch::Ended() const {
 }
 
 size_t ArenaBytes(size_t count, size_t region_bytes) {
-  return ControlBytes(count) + count * WholePages(region_bytes);
+  return WholePages(RegionsOffset(count) + count * WholePages(region_bytes));
 }
 
 void FormatArena(SharedMapping& mapping, size_t count, size_t region_bytes) {

@@ -78,7 +78,8 @@ class MemberWatches {
   std::vector<size_t> indices_;  // in watches_, by member
 };
 
-// Returns the bytes of an arena with `count` regions of `region_bytes`, rounded up to whole pages.
+// Returns the bytes of an arena with `count` regions of `region_bytes`, each rounded up to whole
+// pages. The result is a multiple of the page size.
 size_t ArenaBytes(size_t count, size_t region_bytes);
 
 // Writes the header of a new arena to zeroed memory. The creator calls it once, before other

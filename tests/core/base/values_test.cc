@@ -2,11 +2,14 @@
 #include <gtest/gtest.h>
 #include <sys/stat.h>
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <set>
 #include <string>
+#include <vector>
 
+#include "base/copy.h"
 #include "base/deadline.h"
 #include "base/dtype.h"
 #include "base/io_status.h"
@@ -56,6 +59,24 @@ TEST(ReduceOp, ParsesBackEveryName) {
     EXPECT_EQ(ParseReduceOp(Name(op)), op);
   }
   EXPECT_EQ(ParseReduceOp("median"), std::nullopt);
+}
+
+TEST(CopyBytes, CopiesTheBytesBetweenAllOffsetsInAPage) {
+  constexpr size_t kPage = 4096;
+  std::vector<std::byte> source(3 * kPage);
+  for (size_t i = 0; i < source.size(); ++i) source[i] = static_cast<std::byte>(i % 251);
+  for (const size_t from : {0, 1, 64, 2048}) {
+    for (const size_t to : {0, 1, 16, 64, 512, 2048, 4032}) {
+      for (const size_t bytes : {0, 1, 63, 64, 65, 1000, 8000}) {
+        std::vector<std::byte> target(4 * kPage);
+        CopyBytes(target.data() + to, source.data() + from, bytes);
+        std::vector<std::byte> expected(target.size());
+        std::copy_n(source.begin() + static_cast<std::ptrdiff_t>(from), bytes,
+                    expected.begin() + static_cast<std::ptrdiff_t>(to));
+        EXPECT_TRUE(target == expected) << from << " to " << to << ", " << bytes << " bytes";
+      }
+    }
+  }
 }
 
 TEST(Deadline, BoundsThePollTimeout) {
