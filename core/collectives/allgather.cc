@@ -89,10 +89,11 @@ Status AllgatherShm(ArenaSteps& steps, ConstBytes source, const std::vector<size
                     Bytes target, Deadline deadline) {
   const std::vector<size_t> offsets = Offsets(lengths);
   const size_t longest = *std::max_element(lengths.begin(), lengths.end());
+  const size_t piece = steps.PieceBytes();
   const auto part = [&](size_t length, size_t done) {
-    return length > done ? std::min(steps.SlotBytes(), length - done) : size_t{0};
+    return length > done ? std::min(piece, length - done) : size_t{0};
   };
-  for (size_t done = 0; done < longest; done += steps.SlotBytes()) {
+  for (size_t done = 0; done < longest; done += piece) {
     const ArenaSteps::Round round = steps.StartRound();
     CopyBytes(round.Slot(steps.member()), source.data() + done, part(source.size(), done));
     SHVD_TRY(steps.ArriveAndAwaitAll(deadline));

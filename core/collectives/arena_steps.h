@@ -1,6 +1,7 @@
 // Tracks a member's progress through the steps of its arena.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "base/deadline.h"
@@ -31,6 +32,11 @@ class ArenaSteps {
   int count() const { return arena_.count(); }
 
   size_t SlotBytes() const { return arena_.Region(arena_.member()).size() / kSlots; }
+
+  // Returns the most bytes of long data that one round should publish. They stay in the
+  // second-level cache until the others have read them, and the others read them while the next
+  // bytes are written.
+  size_t PieceBytes() const { return std::min(SlotBytes(), size_t{256} << 10); }
 
   // The slots of all members in one round. A Round stays valid while the steps advance.
   class Round {

@@ -68,7 +68,7 @@ Status BroadcastShm(ArenaSteps& steps, int root, const std::byte* source, Bytes 
                     Deadline deadline) {
   const bool is_root = steps.member() == root;
   if (is_root) CopyBytes(target.data(), source, target.size());
-  return ForEachPiece(target, steps.SlotBytes(), [&](Bytes piece) -> Status {
+  return ForEachPiece(target, steps.PieceBytes(), [&](Bytes piece) -> Status {
     std::byte* slot = steps.StartRound().Slot(root);
     if (is_root) CopyBytes(slot, piece.data(), piece.size());
     SHVD_TRY(steps.ArriveAndAwaitAll(deadline));

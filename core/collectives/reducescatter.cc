@@ -13,9 +13,6 @@
 namespace sparkhvd {
 namespace {
 
-// The data of one arena round stays in the second-level cache.
-constexpr size_t kChunkBytes = size_t{256} << 10;
-
 // Returns the elements that a participant reduces: its own, and its partner's behind them.
 Slice SharedSlice(const Participants& participants, const std::vector<Slice>& slices, int number) {
   const int rank = participants.RankOf(number);
@@ -106,7 +103,7 @@ Status ReducescatterShm(ArenaSteps& steps, const Reduction& reduction, const std
   }
   size_t longest = 0;
   for (const Slice& slice : slices) longest = std::max(longest, slice.count);
-  const size_t piece = std::min(steps.SlotBytes(), kChunkBytes) / width / slices.size();
+  const size_t piece = steps.PieceBytes() / width / slices.size();
   const auto length = [&](size_t count, size_t done) {
     return count > done ? std::min(piece, count - done) : size_t{0};
   };
