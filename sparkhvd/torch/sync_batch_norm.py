@@ -21,8 +21,8 @@ class SyncBatchNorm(_BatchNorm):
 
     Ranks may have different numbers of rows. In training mode, all ranks must run the layer the same number of times;
     in evaluation mode, the layer does not communicate. Gradients are exact if the ranks' losses have equal weight, as
-    with ``DistributedOptimizer`` and ``op=Average``. Second derivatives, as in gradient penalties, raise
-    ``RuntimeError``.
+    with ``DistributedOptimizer`` and ``op=Average``, but not after ``optimizer.weight_next``. Second derivatives, as in
+    gradient penalties, raise ``RuntimeError``.
 
     Args:
         num_features: channels, the second dimension of the input.

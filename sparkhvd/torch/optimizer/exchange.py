@@ -40,6 +40,10 @@ class ExchangingOptimizer(torch.optim.Optimizer):
         Call it on every rank before every backward pass of a step. With several passes per step, the shares of all
         passes of all ranks sum to 1. A rank without rows calls ``contribute_nothing()`` instead of its backward pass.
 
+        With ``SyncBatchNorm``, do not call it: the gradients of layers before it would be wrong, because its backward
+        pass adds up the gradients of all ranks before they are multiplied. Multiply the loss by
+        ``share * hvd.size()`` instead, also on ranks without rows.
+
         Args:
             share: rows of this pass / rows of the whole step over all ranks, from 0 to 1.
 

@@ -56,8 +56,8 @@ def normalize(rows, extent, dtype, options):
     )
 
 
-def train_convolutions():
-    """Train convolutions with synchronized batch normalization as one big batch."""
+def train_convolutions(rows_by_rank):
+    """Train convolutions with synchronized batch normalization as one big batch, with weighted losses."""
 
     def network():
         torch.manual_seed(1)
@@ -67,14 +67,15 @@ def train_convolutions():
     plain, ours = network(), hvd.SyncBatchNorm.convert_sync_batchnorm(network())
     alone = torch.optim.Adam(plain.parameters(), lr=0.01)
     shared = hvd.DistributedOptimizer(torch.optim.Adam(ours.parameters(), lr=0.01), ours.named_parameters())
-    before = None
+    before, count = None, sum(rows_by_rank)
+    mine = slice(sum(rows_by_rank[: hvd.rank()]), sum(rows_by_rank[: hvd.rank() + 1]))
     for step in range(6):
         torch.manual_seed(10 + step)
-        rows, labels = torch.randn(4 * RANKS, 1, 4, 4).double(), torch.randn(4 * RANKS, 6).double()
-        mine = slice(4 * hvd.rank(), 4 * hvd.rank() + 4)
-        for model, optimizer, part in ((plain, alone, slice(None)), (ours, shared, mine)):
+        rows, labels = torch.randn(count, 1, 4, 4).double(), torch.randn(count, 6).double()
+        for model, optimizer, part, size in ((plain, alone, slice(None), 1), (ours, shared, mine, RANKS)):
             optimizer.zero_grad()
-            (model(rows[part]) - labels[part]).square().mean().backward()
+            loss_per_row = (model(rows[part]) - labels[part]).square().mean(dim=1)
+            (loss_per_row.sum() * size / count).backward()
             optimizer.step()
         if step == 3:
             before = session.current().counters()
@@ -133,8 +134,9 @@ def test_statistics_and_gradients_are_those_of_one_process_with_all_rows(group, 
     group.run(normalize, rows, extent, dtype, options)
 
 
-def test_ranks_with_batch_normalization_train_like_one_process(group):
-    shares = group.run(train_convolutions)
+@pytest.mark.parametrize("rows_by_rank", [(4, 4, 4), (7, 0, 5)])
+def test_ranks_with_batch_normalization_train_like_one_process(group, rows_by_rank):
+    shares = group.run(train_convolutions, rows_by_rank)
     assert all(share > 0.9 for share in shares), f"layers must hit the cache, hits per operation: {shares}"
 
 
