@@ -30,7 +30,8 @@ class EpochRecord:
         epoch: the epoch, counted from 0.
         train: metric name -> mean over the training rows of all ranks.
         validation: the same over the validation rows; empty without validation.
-        rows_per_second: training rows of all ranks per second of training.
+        rows_per_second: training rows of all ranks per second of training; 0 if it is unknown, because no training step
+            returned a loss.
         step_seconds: mean duration of a training step.
         shares: fractions of that duration by phase: data_wait, compute, communication.
         sizes: the numbers of ranks that trained the epoch, in order; several if the ranks changed within the epoch.
@@ -49,7 +50,8 @@ class EpochRecord:
         parts = [f"epoch {self.epoch + 1}/{epochs}"]
         parts += [f"{name} {value:.4g}" for name, value in self.train.items()]
         parts += [f"val_{name} {value:.4g}" for name, value in self.validation.items()]
-        parts.append(f"{self.rows_per_second:,.0f} rows/s")
+        if self.rows_per_second:
+            parts.append(f"{self.rows_per_second:,.0f} rows/s")
         shares = [f"{phase.split('_')[0]} {share:.0%}" for phase, share in self.shares.items()]
         parts.append(f"step {self.step_seconds * 1000:.1f} ms{' = ' if shares else ''}{' + '.join(shares)}")
         return "  ".join(parts)

@@ -6,6 +6,7 @@ import io
 import json
 import math
 import sys
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -46,6 +47,8 @@ def test_the_line_of_an_epoch_shows_the_shares_of_a_step(alone):
     report = EpochReport(0, {"loss": (6.0, 3)}, times=StepTimes(0.1, 0.3, 0.1), steps=5)
     record = average_over_ranks(report, alone)
     assert record.line(1) == "epoch 1/1  loss 2  6 rows/s  step 100.0 ms = data 20% + compute 60% + communication 20%"
+    unknown = replace(record, train={"g": 1.0}, rows_per_second=0.0, shares={})
+    assert unknown.line(1) == "epoch 1/1  g 1  step 100.0 ms"
     assert to_history([record]).to_pandas()["compute"].tolist() == [pytest.approx(0.6)]
 
 
