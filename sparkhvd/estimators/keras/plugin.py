@@ -468,6 +468,8 @@ def _try_out(
                 f"Output {port.name!r} has shape {list(output.shape)} for {counted(rows, 'row')}; its first dimension "
                 "must be the number of rows."
             )
+    if any(rows in output.shape[1:] for output in outputs):  # labels of another shape might be broadcast to the outputs
+        return _try_out(package, schema, {name: np.append(part, part[:1], axis=0) for name, part in sample.items()}, params)
     targets = package.outputs.arrays(sample, rows)
     try:
         targets = _tensors(targets)  # user-defined losses and metrics receive tensors in training, too

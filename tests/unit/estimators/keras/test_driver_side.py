@@ -150,6 +150,14 @@ def stateful_lstm():
             ParamError,
             "gradient_accumulation_steps=2 both accumulate",
         ),
+        *(
+            (
+                {"model": keras.Sequential([keras.Input((6,)), keras.layers.Dense(outputs)]), "loss": "mse"},
+                ModelOutputError,
+                "(?s)The loss or a metric cannot compare",
+            )
+            for outputs in (2, 3)
+        ),
         (
             {"loss": keras.losses.CategoricalCrossentropy()},
             ModelOutputError,
