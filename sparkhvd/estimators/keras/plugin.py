@@ -444,32 +444,14 @@ def _try_out(
 ) -> list[tuple[int, ...]]:
     from sparkhvd.estimators.keras.losses.divisors import CurrentBatch, divide_over_ranks  # noqa: PLC0415  (imports Keras)
 
-    rows = len(next(iter(sample.values())))
     model = _rebuilt_model(package)
     package = package.with_ports_for(model, schema)
-    try:
-        features = package.inputs.arrays(sample, rows)
-        predicted = model(features, training=False)
-        outputs = package.outputs.flat(predicted)
-    except ModelOutputError:
-        raise
-    except Exception as error:
-        columns = {name: sample[name] for port in package.inputs.ports for name in port.columns}
-        called = f"{_dtypes_and_shapes(columns.values())} for {counted(rows, 'row')}; inputs: {package.inputs}"
-        if not is_tensor_error(error):
-            raise ModelOutputError(f"The model raised {describe_error(error)} It was called with {called}.") from error
-        raise ModelOutputError(
-            f"The model cannot take the feature columns ({called}): {type(error).__name__}: {with_full_stop(error)} "
-            "Set input_shapes if the columns need another shape."
-        ) from error
-    for port, output in zip(package.outputs.ports, outputs, strict=True):
-        if len(output.shape) == 0 or output.shape[0] != rows:
-            raise ModelOutputError(
-                f"Output {port.name!r} has shape {list(output.shape)} for {counted(rows, 'row')}; its first dimension "
-                "must be the number of rows."
-            )
-    if any(rows in output.shape[1:] for output in outputs):  # labels of another shape might be broadcast to the outputs
-        return _try_out(package, schema, {name: np.append(part, part[:1], axis=0) for name, part in sample.items()}, params)
+    features, predicted = _predict(package, model, sample)
+    outputs = package.outputs.flat(predicted)
+    rows = len(next(iter(sample.values())))
+    if any(rows in output.shape[1:] for output in outputs):  # labels of another shape may fit this number of rows
+        one_more = {name: np.append(values, values[:1], axis=0) for name, values in sample.items()}
+        return _try_out(package, schema, one_more, params)
     targets = package.outputs.arrays(sample, rows)
     try:
         targets = _tensors(targets)  # user-defined losses and metrics receive tensors in training, too
@@ -498,6 +480,37 @@ def _try_out(
     if params is not None and not _has_own_steps(model):
         check_monitored(PLUGIN.monitors(params), metrics)
     return [tuple(output.shape[1:]) for output in package.outputs.by_label(outputs)]
+
+
+def _predict(package: Package, model: keras.Model, sample: Arrays) -> tuple[Any, Any]:
+    """Return the features and the outputs of a model for sample rows.
+
+    Raises:
+        ModelOutputError: the model rejects the rows, or an output has another number of rows.
+    """
+    rows = len(next(iter(sample.values())))
+    try:
+        features = package.inputs.arrays(sample, rows)
+        predicted = model(features, training=False)
+        outputs = package.outputs.flat(predicted)
+    except ModelOutputError:
+        raise
+    except Exception as error:
+        columns = {name: sample[name] for port in package.inputs.ports for name in port.columns}
+        called = f"{_dtypes_and_shapes(columns.values())} for {counted(rows, 'row')}; inputs: {package.inputs}"
+        if not is_tensor_error(error):
+            raise ModelOutputError(f"The model raised {describe_error(error)} It was called with {called}.") from error
+        raise ModelOutputError(
+            f"The model cannot take the feature columns ({called}): {type(error).__name__}: {with_full_stop(error)} "
+            "Set input_shapes if the columns need another shape."
+        ) from error
+    for port, output in zip(package.outputs.ports, outputs, strict=True):
+        if len(output.shape) == 0 or output.shape[0] != rows:
+            raise ModelOutputError(
+                f"Output {port.name!r} has shape {list(output.shape)} for {counted(rows, 'row')}; its first dimension "
+                "must be the number of rows."
+            )
+    return features, predicted
 
 
 def _tensors(arrays: object) -> Any:
