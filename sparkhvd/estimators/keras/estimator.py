@@ -96,7 +96,8 @@ class KerasEstimator(DistributedEstimator):
         "Shape of one row of every feature column, with or without a leading -1 for the rows.", shapes, default=None
     )
     label_shapes: Declared[Sequence[Sequence[int]] | None] = declared(
-        "Shape of one row of every label column; by default the output's shape if it has as many elements.",
+        "Shape of one row of every label column; by default the output's shape if it has as many elements. A "
+        "subclassed model, which declares no outputs, receives the shape of the column.",
         shapes,
         default=None,
     )
