@@ -20,7 +20,7 @@ quickstart: .venv/.core-built ## Train a small network on a Spark DataFrame with
 # their own. Tests that use the same Spark session or the same servers of HDFS and S3 are in one part. `rest` has the tests
 # outside of the other parts.
 FOLDERS := launch docs
-PYTHON_PARTS := $(addprefix test-python-,spark launch rest estimators docs clusters contract)
+PYTHON_PARTS := $(addprefix test-python-,spark estimators rest launch docs clusters contract)
 OTHER_PARTS := $(addprefix check-,petastorm lint site)
 SIDE_BY_SIDE := $(MAKE) --no-print-directory --keep-going --jobs=4
 TEST_ENVIRONMENT := .venv/.core-built .venv/.test-java .venv/.lean-imports .venv/.bytecode
