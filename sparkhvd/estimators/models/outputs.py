@@ -28,6 +28,7 @@ import numpy.typing as npt
 
 from sparkhvd._util.counts import counted
 from sparkhvd.compat import spark
+from sparkhvd.data.schema.columns import flat_rows
 from sparkhvd.data.schema.data_schema import ColumnSpec
 from sparkhvd.errors import ModelOutputError, ParamError, SchemaError
 from sparkhvd.estimators.plugin import Predicted
@@ -264,7 +265,7 @@ def encode_output(prediction: Predicted, column: OutputColumn, arrow: pa.DataTyp
             f"shape was {list(column.shape)} when the model was created. If prediction_fn changes the shape, set the "
             "type with setOutputTypes."
         )
-    flat = prediction.reshape(len(prediction), math.prod(prediction.shape[1:]))
+    flat = flat_rows(prediction)
     if pa.types.is_struct(arrow):
         if flat.shape[1] != arrow.num_fields:
             raise _shape_error(prediction, column)
