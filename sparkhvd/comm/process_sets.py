@@ -10,7 +10,7 @@ from sparkhvd.comm.connect.mpi import MpiCommunicator, have_all_called
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import ConfigError, DeadlineExceededError, MismatchError, NotInitializedError
 
-# The ranks of a set travel as 64-bit integers.
+# Far above the size of a job, and small enough for the 64-bit integers in which ranks travel.
 _MAX_RANK = 2**31 - 1
 
 

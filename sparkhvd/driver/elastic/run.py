@@ -315,6 +315,8 @@ def run_elastic_with(  # noqa: PLR0917
     if config.encrypt and elastic.launcher != "local":
         check_encryption(spark)
     max_ranks = limits.max_size or limits.num_proc
+    if elastic.launcher == "local":
+        allow_local_ranks("num_proc" if max_ranks == limits.num_proc else "max_num_proc", max_ranks)
     with ExitStack() as stack:
         if spark is not None:
             stack.enter_context(turn_of(spark, TaskResources(), max_ranks, options.priority))
@@ -477,7 +479,7 @@ def _sizes(elastic: ElasticOptions) -> tuple[int, int, int | None]:
     """Return the smallest number of ranks, the number at the start, and the largest; None leaves it to the discovery.
 
     Raises:
-        ConfigError: there is no number, they contradict each other, or this machine cannot start as many ranks.
+        ConfigError: there is no number, or they contradict each other.
         SlotsError: the hosts have too few slots.
     """
     num_proc = plain_count(elastic.num_proc or elastic.min_num_proc or elastic.max_num_proc)
@@ -494,9 +496,6 @@ def _sizes(elastic: ElasticOptions) -> tuple[int, int, int | None]:
         raise ConfigError(
             f"min_num_proc={smallest}, num_proc={num_proc} and max_num_proc={largest} must not decrease in this order."
         )
-    if elastic.launcher == "local":
-        allow_local_ranks("num_proc", num_proc)
-        allow_local_ranks("max_num_proc", largest or num_proc)
     return smallest, num_proc, largest
 
 
