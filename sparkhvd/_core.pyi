@@ -151,10 +151,10 @@ class Operation:
     """One submitted collective. Keeps its buffers alive until it is done and this object is dropped."""
 
     def done(self) -> bool: ...
-    def wait(self, timeout_s: float) -> None:
-        """Wait for the result. Fail with the operation's error, or with ``timeout`` and the tensor's name.
+    def wait(self, timeout_s: float) -> float:
+        """Wait for the result, and return the seconds that this took. It may be called again.
 
-        It may be called again.
+        Fail with the operation's error, or with ``timeout`` and the tensor's name.
         """
 
     def output(self) -> memoryview:

@@ -17,9 +17,6 @@ static_assert(std::atomic<uint64_t>::is_always_lock_free &&
                   sizeof(std::atomic<uint32_t>) == sizeof(uint32_t),
               "atomics in memory shared by processes must be plain words");
 
-// Longer spinning would take the core from the awaited thread (ARCHITECTURE, section 5).
-inline constexpr std::chrono::microseconds kSpinTime(5);
-
 // Not FUTEX_PRIVATE, because the waiters are in other processes.
 inline void FutexWait(std::atomic<uint32_t>& word, uint32_t expected,
                       std::chrono::nanoseconds timeout) {
@@ -32,17 +29,6 @@ inline void FutexWait(std::atomic<uint32_t>& word, uint32_t expected,
 inline void FutexWakeAll(std::atomic<uint32_t>& word) {
   ::syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE, INT32_MAX, nullptr, nullptr,
             0);
-}
-
-// Lets a spinning thread wait for a moment.
-inline void Pause() {
-#if defined(__x86_64__) || defined(__i386__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("isb");  // takes about as long as the pause of x86; `yield` takes no time
-#else
-  std::atomic_signal_fence(std::memory_order_seq_cst);
-#endif
 }
 
 }  // namespace sparkhvd

@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdint>
 #include <iterator>
 #include <memory>
@@ -111,18 +112,22 @@ class Handle {
   // In a forked child, there is nothing to wait for.
   bool done() const { return operation_->done() || engine_->forked(); }
 
-  void Wait(double timeout_s) {
-    Status status;
-    if (!operation_->done()) {
-      static_cast<void>(engine_->engine());  // fails in a forked child
-      status = WaitInSlices(
-          timeout_s,
-          [&](Deadline deadline) { return engine_->engine().Wait(*operation_, deadline); },
-          [&] { return operation_->done(); });
+  // Returns the seconds that it waited.
+  double Wait(double timeout_s) {
+    if (operation_->done()) {
+      ReleaseBuffersIfSettled();
+      Check(operation_->outcome());
+      return 0.0;
     }
+    static_cast<void>(engine_->engine());  // fails in a forked child
+    const auto start = Deadline::Clock::now();
+    const Status status = WaitInSlices(
+        timeout_s, [&](Deadline deadline) { return engine_->engine().Wait(*operation_, deadline); },
+        [&] { return operation_->done(); });
     ReleaseBuffersIfSettled();
     // The operation may have finished since the last slice ended. Then its outcome counts.
     Check(operation_->done() ? operation_->outcome() : status);
+    return std::chrono::duration<double>(Deadline::Clock::now() - start).count();
   }
 
   // Makes later work on `stream` wait for the result. Does nothing for host memory.

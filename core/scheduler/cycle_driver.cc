@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <chrono>
+#include <optional>
 
 #include "base/default_arithmetic.h"
+#include "base/spin.h"
 
 namespace sparkhvd {
 namespace {
@@ -40,8 +42,23 @@ void CycleDriver::DriveUntilDone(const Operation& operation, Deadline deadline) 
   parts_.queue.EndTurn(NextDue());
 }
 
+Status CycleDriver::Await(Operation& operation, Deadline deadline) {
+  if (operation.done()) return operation.Wait(deadline);
+  ++waiters_;
+  if (waiters_drive_) {
+    DriveUntilDone(operation, deadline);
+  } else {
+    parts_.queue.StartNow();
+  }
+  const Status status = operation.Wait(deadline);
+  --waiters_;
+  return status;
+}
+
 void CycleDriver::RunCycle(Deadline patience) noexcept {
   const DefaultArithmetic arithmetic;
+  std::optional<SpinsLong> spins;
+  if (has_waiters()) spins.emplace();  // the program has nothing else to do on this core
   const Status status = parts_.cycle.Run(patience);
   if (!status.ok()) parts_.lifecycle.EndTogether(status);
   next_watch_ = SubmissionQueue::kAtOnce;

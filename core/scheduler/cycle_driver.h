@@ -1,6 +1,7 @@
 // Decides which thread of a rank runs its cycles, and when.
 #pragma once
 
+#include <atomic>
 #include <optional>
 
 #include "base/deadline.h"
@@ -25,7 +26,9 @@ class CycleDriver {
     Dispatcher& dispatcher;
   };
 
-  explicit CycleDriver(const Parts& parts) : parts_(parts) {}
+  // If `waiters_drive`, threads that wait for an operation may drive.
+  CycleDriver(const Parts& parts, bool waiters_drive)
+      : parts_(parts), waiters_drive_(waiters_drive) {}
 
   // The work of the engine's thread. Returns once the queue is closed and every operation has its
   // outcome.
@@ -35,6 +38,10 @@ class CycleDriver {
   // another thread drives.
   void DriveUntilDone(const Operation& operation, Deadline deadline);
 
+  // Waits for the outcome of an operation, and drives meanwhile if this thread may.
+  Status Await(Operation& operation, Deadline deadline);
+  bool has_waiters() const { return waiters_ > 0; }
+
  private:
   // The following functions need the turn.
   void RunCycle(Deadline patience) noexcept;
@@ -43,6 +50,8 @@ class CycleDriver {
   bool CycleIsDue() const;
 
   const Parts parts_;
+  const bool waiters_drive_;
+  std::atomic<int> waiters_{0};  // threads in Await
   // When to check a busy device again.
   Deadline::Clock::time_point next_watch_ = SubmissionQueue::kAtOnce;
 };

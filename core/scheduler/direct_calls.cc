@@ -6,6 +6,7 @@
 #include <string>
 
 #include "base/default_arithmetic.h"
+#include "base/spin.h"
 #include "collectives/allreduce_shm.h"
 #include "collectives/combine_slots.h"
 #include "collectives/kernels.h"
@@ -48,6 +49,7 @@ Status DirectCalls::Allreduce(const Reduction& reduction, const std::byte* sourc
                               std::byte* target, size_t count, Deadline deadline,
                               const std::function<bool()>& interrupted) {
   const DefaultArithmetic arithmetic;
+  const SpinsLong spins;
   const size_t bytes = count * SizeOf(reduction.dtype);
   const bool small = bytes <= SmallAllreduceBytes(steps_);
   const ArenaSteps::Round round = steps_.StartRound();

@@ -80,12 +80,11 @@ Engine::Engine(const EngineConfig& config, Mesh mesh, FailureBoard board)
       timeline_(config.timeline, config.timeline_label),
       steps_(StepsOf(mesh_)),
       negotiation_(MakeNegotiation(steps_ ? &*steps_ : nullptr, *mesh_.transport, config)),
-      waiters_drive_(negotiation_->interruptible()),
       execution_(mesh_, steps_ ? &*steps_ : nullptr, StartOf(config, mesh_),
                  config.hierarchical_allgather, timeline_, counters_),
       devices_(config.device_libraries, rank_, size_, config.label, config.shares_device),
       direct_calls_(DirectCallsOf(mesh_)),
-      queue_(waiters_drive_, timeline_),
+      queue_(negotiation_->interruptible(), timeline_),
       lifecycle_(std::move(board), rank_, queue_,
                  {[this](const Status& why) { AbortMesh(mesh_, why); }, [this] { CloseLinks(); }}),
       dispatcher_({queue_, lifecycle_, execution_, devices_, timeline_, counters_}, rank_, size_,
@@ -94,7 +93,7 @@ Engine::Engine(const EngineConfig& config, Mesh mesh, FailureBoard board)
              AutotunerOf(rank_, config, execution_),
              Retuning{execution_.tunables(), !config.autotune.has_value()},
              config.collective_timeout_s),
-      driver_({queue_, lifecycle_, cycle_, dispatcher_}) {
+      driver_({queue_, lifecycle_, cycle_, dispatcher_}, negotiation_->interruptible()) {
   lifecycle_.Start(config.processor_core, [this] { driver_.RunUntilEnd(); });
 }
 
@@ -155,16 +154,6 @@ Result<Engine::OperationPointer> Engine::Make(Submission submission, std::option
   }
   return std::make_shared<Operation>(std::move(request), submission.source, submission.target,
                                      std::move(work));
-}
-
-Status Engine::Wait(Operation& operation, Deadline deadline) {
-  if (operation.done()) return operation.Wait(deadline);
-  if (waiters_drive_) {
-    driver_.DriveUntilDone(operation, deadline);
-  } else {
-    queue_.StartNow();
-  }
-  return operation.Wait(deadline);
 }
 
 Status Engine::AllreduceNow(const Reduction& reduction, const std::byte* source, std::byte* target,

@@ -87,7 +87,9 @@ class Engine {
 
   // Waits for the outcome of an operation of this engine. At the deadline, fails with kTimeout and
   // the tensor's name; the operation continues.
-  Status Wait(Operation& operation, Deadline deadline);
+  Status Wait(Operation& operation, Deadline deadline) {
+    return driver_.Await(operation, deadline);
+  }
 
   // Submits all operations or none. Requests of one `group` must be submitted together.
   struct Submission {
@@ -147,7 +149,6 @@ class Engine {
 
   std::optional<ArenaSteps> steps_;  // set if there is an arena
   const std::unique_ptr<Negotiation> negotiation_;
-  const bool waiters_drive_;
   Execution execution_;
   DeviceExecution devices_;
   // One direct call at a time. Taken before all mutexes except leave_mutex_ of Lifecycle.

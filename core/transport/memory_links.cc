@@ -20,6 +20,7 @@
 
 #include "base/copy.h"
 #include "base/futex.h"
+#include "base/spin.h"
 #include "base/wait.h"
 #include "transport/failures.h"
 #include "transport/message_header.h"
@@ -363,7 +364,7 @@ class MemoryTransport final : public Transport {
 
   // Returns whether the bell changes within a moment.
   bool Spin(uint32_t bell) const {
-    const Deadline end = Deadline::After(kSpinTime);
+    const Deadline end = Deadline::After(SpinsLong::Time());
     do {
       for (int i = 0; i < 16; ++i) Pause();
       if (own_.bell.load(std::memory_order_relaxed) != bell) return true;

@@ -15,6 +15,7 @@
 
 #include "base/futex.h"
 #include "base/io_status.h"
+#include "base/spin.h"
 #include "transport/failures.h"
 
 namespace sparkhvd {
@@ -176,7 +177,7 @@ class SharedArena final : public Arena {
 
   template <typename Condition>
   bool Spin(const Condition& condition, Deadline deadline) const {
-    const auto end = std::min(Deadline::Clock::now() + kSpinTime, deadline.at());
+    const auto end = std::min(Deadline::Clock::now() + SpinsLong::Time(), deadline.at());
     do {
       for (int i = 0; i < 16; ++i) Pause();
       if (condition()) return true;

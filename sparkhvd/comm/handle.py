@@ -26,8 +26,8 @@ class PendingOperation(Protocol):
         """Return whether ``wait()`` would return or raise at once."""
         ...
 
-    def wait(self, timeout_s: float) -> None:
-        """Wait for the end; raise ``CoreError`` on failure."""
+    def wait(self, timeout_s: float) -> float:
+        """Wait for the end, and return the seconds that this took; raise ``CoreError`` on failure."""
         ...
 
     def let_wait(self, stream: int) -> None:
@@ -49,17 +49,19 @@ class PendingGroup:
         """Return whether all operations are done."""
         return all(operation.done() for operation in self.operations)
 
-    def wait(self, timeout_s: float) -> None:
+    def wait(self, timeout_s: float) -> float:
         """Wait for all operations, even after a failure; then raise the first failed operation's error."""
         deadline = Deadline.after(timeout_s)
+        waited = 0.0
         failure: CoreError | None = None
         for operation in self.operations:
             try:
-                operation.wait(deadline.remaining())
+                waited += operation.wait(deadline.remaining())
             except CoreError as error:
                 failure = failure or error
         if failure is not None:
             raise failure
+        return waited
 
     def let_wait(self, stream: int) -> None:
         """Make a CUDA stream wait for all results."""
@@ -117,16 +119,16 @@ class Handle(Generic[T]):
             DeadlineExceededError: not all ranks took part in time.
             CollectiveError: the operation failed otherwise, or the communicator was closed before it was done.
         """
-        began = time.monotonic()
+        waits = self.waits
         try:
-            self.operation.wait(self.waits.timeout if timeout is None else timeout)
+            waited = self.operation.wait(waits.timeout if timeout is None else timeout)
         except CoreError as error:
             failure = translate(error)
             if isinstance(failure, NotInitializedError):
                 reason = f"{self.name!r} was pending when its communicator was closed: {failure}"
                 raise CollectiveError(reason) from None
             raise failure from None
-        self.waits.seconds += time.monotonic() - began
+        waits.seconds += waited
         return self._result()
 
     def __call__(self) -> T:

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include "base/spin.h"
 #include "scheduler/scripted_cycle.h"
 
 namespace sparkhvd {
@@ -12,7 +13,7 @@ struct Driven : ScriptedCycle {
   void StartThread() {
     lifecycle.Start({}, [this] { driver.RunUntilEnd(); });
   }
-  CycleDriver driver{{queue, lifecycle, cycle, dispatcher}};
+  CycleDriver driver{{queue, lifecycle, cycle, dispatcher}, true};
 };
 
 TEST(CycleDriver, AWaitingThreadDrivesUntilItsOperationIsDone) {
@@ -67,6 +68,30 @@ TEST(CycleDriver, TheEnginesThreadRunsOperationsWithoutAWaiter) {
   for (int round = 0; round < 100; ++round) {
     EXPECT_TRUE(self.Submit("a", Start::kNow)->Wait(Patience()).ok());
   }
+}
+
+TEST(CycleDriver, ThreadsSpinLongWhileTheProgramWaits) {
+  Driven self;
+  std::atomic<std::chrono::microseconds> spin{};
+  self.negotiation.conclude = [&](Deadline) {
+    spin = SpinsLong::Time();
+    return AgreeOn(self.negotiation.announced);
+  };
+  EXPECT_TRUE(self.driver.Await(*self.Submit("a"), Patience()).ok());
+  EXPECT_EQ(spin.load(), kLongSpin) << "the program's thread drives";
+  EXPECT_EQ(SpinsLong::Time(), kShortSpin) << "after the wait";
+
+  self.StartThread();
+  EXPECT_TRUE(self.Submit("b", Start::kNow)->Wait(Patience()).ok());
+  EXPECT_EQ(spin.load(), kShortSpin) << "the engine's thread drives, and nobody waits";
+
+  while (!self.queue.TryTurn()) std::this_thread::yield();  // so that the waiter cannot drive
+  const Pointer awaited = self.Submit("c", Start::kNow);
+  std::thread waiter([&] { EXPECT_TRUE(self.driver.Await(*awaited, Patience()).ok()); });
+  while (!self.driver.has_waiters()) std::this_thread::yield();
+  self.queue.EndTurn({});
+  waiter.join();
+  EXPECT_EQ(spin.load(), kLongSpin) << "the engine's thread drives for a waiter";
 }
 
 TEST(CycleDriver, ThreadsThatDriveInTurnsFinishEveryOperation) {

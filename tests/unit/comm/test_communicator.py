@@ -292,6 +292,25 @@ def test_a_wait_ends_at_its_deadline_and_the_operation_continues(group):
         assert done
 
 
+def seconds_waited():
+    """Return this rank's waiting time before a blocking operation, after it, and after a second wait for another."""
+    communicator = session.current()
+    waits = communicator.channel().waits
+    before = waits.seconds
+    communicator.allreduce(np.ones(3), ReduceOp.SUM)
+    blocking = waits.seconds
+    handle = communicator.allreduce_async(np.ones(3), ReduceOp.SUM)
+    handle.wait()
+    first = waits.seconds
+    handle.wait()
+    return before, blocking, first, waits.seconds
+
+
+def test_waiting_times_add_up_but_not_for_results_that_are_there(group):
+    for before, blocking, first, second in group.run(seconds_waited):
+        assert before < blocking <= first == second
+
+
 def collectives_alone():
     """Return the errors of collectives while one rank is alone, and of those in another thread and afterwards."""
     communicator, errors = session.current(), []

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from sparkhvd._core import CoreError
-from sparkhvd.comm.handle import Handle, Waits
+from sparkhvd.comm.handle import Handle, PendingGroup, Waits
 from sparkhvd.errors import CollectiveError, DeadlineExceededError
 
 _SECONDS = 30.0
@@ -15,15 +15,16 @@ _SECONDS = 30.0
 class FinishedOperation:
     """An operation that is done, and notes the streams that wait for it."""
 
-    def __init__(self, failures=0):
+    def __init__(self, failures=0, seconds=0.0):
         self.streams = []
         self.failures = failures
+        self.seconds = seconds
 
     def done(self):
         return True
 
     def wait(self, timeout_s):
-        pass
+        return self.seconds
 
     def let_wait(self, stream):
         self.streams.append(stream)
@@ -108,3 +109,10 @@ def test_a_step_runs_once_for_repeated_waits_and_again_after_a_failure():
         handle.wait()
     assert handle.wait() is handle.wait()
     assert operation.streams == [7, 7]
+
+
+def test_the_time_of_a_wait_is_the_sum_over_the_operations_of_a_group():
+    handle = handle_of(PendingGroup((FinishedOperation(seconds=2.0), FinishedOperation(seconds=0.5))))
+    handle.waits.seconds = 1.0
+    handle.wait()
+    assert handle.waits.seconds == 3.5
