@@ -19,4 +19,10 @@ Status AllreduceHierarchical(Transport& transport, ArenaSteps* steps, const Hier
                              const Reduction& reduction, const std::byte* source, std::byte* target,
                              size_t count, std::vector<std::byte>& scratch, Deadline deadline);
 
+// The same in a number of parts, which is equal on all ranks. PartsToOverlap chooses it above.
+Status AllreduceInParts(Transport& transport, ArenaSteps* steps, const Hierarchy& hierarchy,
+                        const Reduction& reduction, const std::byte* source, std::byte* target,
+                        size_t count, int parts, std::vector<std::byte>& scratch,
+                        Deadline deadline);
+
 }  // namespace sparkhvd

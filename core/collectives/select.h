@@ -73,6 +73,11 @@ class ReductionTimes {
   constexpr double HalvingAllreduce() const {
     return Seconds(2 * rounds_ + 2 * more_, 2 * part_ + 2 * more_, part_ + more_);
   }
+  constexpr double LeastAllreduce() const {
+    const double rounds =
+        DoublingAllreduce() < HalvingAllreduce() ? DoublingAllreduce() : HalvingAllreduce();
+    return RingAllreduce() < rounds ? RingAllreduce() : rounds;
+  }
   constexpr double RingReducescatter() const {
     return Seconds(size_ - 1, ring_part_, RingCombined());
   }
@@ -114,6 +119,30 @@ constexpr LinkAlgorithm SelectForLinks(int size, size_t bytes, const LinkCosts& 
   const double halving = times.HalvingAllreduce();
   if (doubling <= halving && doubling <= ring) return LinkAlgorithm::kDoubling;
   return ring <= halving ? LinkAlgorithm::kRing : LinkAlgorithm::kHalving;
+}
+
+// Returns the number of parts of an allreduce of `bytes` bytes in which the work inside the `hosts`
+// hosts, at both ends of an exchange between them, overlaps with the exchange of other parts. More
+// parts hide more of this work, but every part takes time of its own.
+constexpr int PartsToOverlap(int hosts, int lanes, size_t bytes, const LinkCosts& costs = {}) {
+  constexpr int kMostParts = 16;
+  constexpr double kInsidePerByte = 0.1e-9;  // seconds
+  constexpr double kPerPart = 100e-6;        // seconds to hand a part to another thread and back
+  const LinkCosts shared{costs.per_message, costs.per_byte * lanes};
+  int best = 1;
+  double least = 0;
+  for (int parts = 1; parts <= kMostParts; parts *= 2) {
+    const size_t part = bytes / static_cast<size_t>(parts);
+    const double inside = static_cast<double>(part) * kInsidePerByte;
+    const double between =
+        ReductionTimes(hosts, part / static_cast<size_t>(lanes), shared).LeastAllreduce();
+    const double longer = inside < between ? between : inside;
+    const double seconds = inside + between + (parts - 1) * (longer + kPerPart);
+    if (parts > 1 && seconds >= least) continue;
+    best = parts;
+    least = seconds;
+  }
+  return best;
 }
 
 // Returns whether a reduce-scatter of `bytes` bytes of every rank uses ReducescatterHalving instead

@@ -17,6 +17,7 @@
 #include "collectives/hierarchy.h"
 #include "collectives/kernels.h"
 #include "collectives/ranks.h"
+#include "collectives/reducescatter.h"
 #include "collectives/select.h"
 #include "collectives/slices.h"
 
@@ -30,7 +31,7 @@ using testing::Repeat;
 using testing::SameBytes;
 using testing::Soon;
 
-enum class Way { kLinks, kRing, kDoubling, kHalving, kArena, kHierarchical };
+enum class Way { kLinks, kRing, kDoubling, kHalving, kArena, kHierarchical, kInParts };
 
 struct Layout {
   std::string name;
@@ -70,6 +71,9 @@ class Caller {
       case Way::kHierarchical:
         return AllreduceHierarchical(transport_, steps(), hierarchy_, reduction, source.data(),
                                      target.data(), source.count(), scratch, Soon());
+      case Way::kInParts:
+        return AllreduceInParts(transport_, steps(), hierarchy_, reduction, source.data(),
+                                target.data(), source.count(), 3, scratch, Soon());
     }
     return Status(StatusCode::kInternal, "no way");
   }
@@ -86,6 +90,7 @@ class Caller {
       case Way::kHalving:
         return AllgatherRing(transport_, source, lengths, target, Soon());
       case Way::kHierarchical:
+      case Way::kInParts:
         return AllgatherHierarchical(transport_, steps(), hierarchy_, source, lengths, target,
                                      Soon());
     }
@@ -106,6 +111,7 @@ class Caller {
       case Way::kHalving:
         return BroadcastLinks(transport_, {false, kPieceBytes}, root, data.data(), data, Soon());
       case Way::kHierarchical:
+      case Way::kInParts:
         return BroadcastHierarchical(transport_, steps(), hierarchy_, root, data.data(), data,
                                      Soon());
     }
@@ -292,6 +298,7 @@ std::vector<Layout> Layouts() {
     std::string name = "ranksOnHosts";
     for (const int host : hosts) name += std::to_string(host);
     layouts.push_back({std::to_string(hosts.size()) + name, hosts, Way::kHierarchical});
+    layouts.push_back({std::to_string(hosts.size()) + name + "InParts", hosts, Way::kInParts});
   }
   return layouts;
 }
@@ -361,6 +368,92 @@ TEST(Collectives, MissingRankFailsBothHostsInAHierarchy) {
         << status.message();
   }
   EXPECT_NE(statuses[1].message().find("from rank 3"), std::string::npos) << statuses[1].message();
+}
+
+TEST(Collectives, AnAllreduceInPartsGivesTheSameBitsWithAndWithoutAThreadForIt) {
+  constexpr size_t kCount = 5000;
+  const std::vector<int> hosts = {0, 0, 0, 1, 1, 1};
+  std::vector<std::vector<float>> results;
+  for (const bool together : {true, false}) {
+    std::vector<Mesh> meshes = InProcessMeshes(hosts);
+    std::vector<std::vector<float>> of_ranks(hosts.size(), std::vector<float>(kCount));
+    ExpectAllOk(OnEveryRank(meshes, [&](int rank, Mesh& mesh) {
+      std::vector<float>& data = of_ranks[static_cast<size_t>(rank)];
+      for (size_t i = 0; i < kCount; ++i) {
+        data[i] = 1.0f / (3.0f + static_cast<float>(i) + static_cast<float>(rank));
+      }
+      auto* bytes = reinterpret_cast<std::byte*>(data.data());
+      ArenaSteps steps(*mesh.arena);
+      const Hierarchy hierarchy(mesh.memory_groups, rank);
+      const Reduction average{DType::kFloat32, ReduceOp::kAverage};
+      std::vector<std::byte> scratch;
+      const auto reduce = [&](size_t begin, size_t count, int parts) {
+        std::byte* part = bytes + begin * sizeof(float);
+        return AllreduceInParts(*mesh.transport, &steps, hierarchy, average, part, part, count,
+                                parts, scratch, Soon());
+      };
+      if (together) return reduce(0, kCount, 4);
+      for (const Slice& part : EvenSlices(kCount, 4, kCacheLine / sizeof(float))) {
+        SHVD_TRY(reduce(part.begin, part.count, 1));
+      }
+      return Status();
+    }));
+    results.insert(results.end(), of_ranks.begin(), of_ranks.end());
+  }
+  for (const std::vector<float>& result : results) {
+    EXPECT_EQ(std::memcmp(result.data(), results.front().data(), kCount * sizeof(float)), 0);
+  }
+}
+
+// Rank 0's exchange of the first part waits for rank 2, which never comes. The second part fails
+// inside the host, because rank 1 gives up.
+TEST(Collectives, AFailureInsideTheHostEndsTheExchangeOfAnotherPart) {
+  constexpr size_t kCount = 4096;
+  std::vector<Mesh> meshes = InProcessMeshes({0, 0, 1, 1});
+  const auto statuses = OnEveryRank(meshes, [&](int rank, Mesh& mesh) {
+    if (rank > 1) return Status();
+    std::vector<float> data(kCount);
+    auto* bytes = reinterpret_cast<std::byte*>(data.data());
+    ArenaSteps steps(*mesh.arena);
+    std::vector<std::byte> scratch;
+    if (rank == 1) {
+      std::vector<float> lane(kCount);
+      SHVD_TRY(ReducescatterShm(steps, Reduction{}, bytes,
+                                reinterpret_cast<std::byte*>(lane.data()),
+                                EvenSlices(kCount / 2, 2, 16), Soon()));
+      mesh.arena->Abort(Status(StatusCode::kAborted, "rank 1 has had enough"));
+      return Status();
+    }
+    return AllreduceInParts(*mesh.transport, &steps, Hierarchy(mesh.memory_groups, rank),
+                            Reduction{}, bytes, bytes, kCount, 2, scratch, Deadline::Never());
+  });
+  EXPECT_EQ(statuses[0].code(), StatusCode::kAborted);
+  for (const char* words : {"inside the host", "rank 1 has had enough"}) {
+    EXPECT_NE(statuses[0].message().find(words), std::string::npos) << statuses[0].message();
+  }
+}
+
+TEST(Collectives, AFailureBetweenHostsEndsAnAllreduceInParts) {
+  constexpr size_t kCount = 4096;
+  std::vector<Mesh> meshes = InProcessMeshes({0, 0, 1, 1});
+  const auto statuses = OnEveryRank(meshes, [&](int rank, Mesh& mesh) {
+    if (rank > 1) return Status();
+    std::vector<float> data(kCount);
+    auto* bytes = reinterpret_cast<std::byte*>(data.data());
+    ArenaSteps steps(*mesh.arena);
+    std::vector<std::byte> scratch;
+    return AllreduceInParts(*mesh.transport, &steps, Hierarchy(mesh.memory_groups, rank),
+                            Reduction{}, bytes, bytes, kCount, 4, scratch,
+                            Deadline::AfterSeconds(1));
+  });
+  for (const int rank : {0, 1}) {
+    const Status& status = statuses[static_cast<size_t>(rank)];
+    EXPECT_EQ(status.code(), StatusCode::kTimeout);
+    for (const std::string& words :
+         {std::string("between hosts"), "from rank " + std::to_string(rank + 2)}) {
+      EXPECT_NE(status.message().find(words), std::string::npos) << status.message();
+    }
+  }
 }
 
 TEST(Slices, CoverEverythingInOrderAndDifferByOneGrain) {
@@ -443,6 +536,15 @@ TEST(Select, ByTheCostsOfTheLinks) {
   EXPECT_TRUE(MostBytesToRelay(16, near));
   EXPECT_LT(*MostBytesToRelay(128, slow), 8u);
   EXPECT_EQ(MostBytesToRelay(128, LinkCosts{30e-6, 0}), 1024u);
+}
+
+TEST(Select, AnAllreduceHasAsManyPartsAsHideTheWorkInsideTheHosts) {
+  constexpr size_t kMiB = size_t{1} << 20;
+  EXPECT_EQ(PartsToOverlap(2, 2, 256 << 10), 1) << "handing over would take longer";
+  EXPECT_EQ(PartsToOverlap(2, 8, 64 * kMiB), 8);
+  EXPECT_LT(PartsToOverlap(2, 8, 16 * kMiB), PartsToOverlap(2, 8, 64 * kMiB));
+  EXPECT_EQ(PartsToOverlap(2, 8, 4 * kMiB, LinkCosts{30e-3, 0.32e-9}), 1) << "long latency";
+  EXPECT_LE(PartsToOverlap(128, 8, size_t{1} << 40), 16);
 }
 
 TEST(Select, IsHierarchicalIfSomeRanksShareMemoryUnlessTurnedOff) {
