@@ -27,6 +27,7 @@ LATENCY, LATENCY_IN_HOST, PER_MESSAGE = 20e-6, 5e-6, 2e-6  # seconds
 PER_BYTE_IN_HOST = 1e-10  # seconds; the ranks of a host exchange data at 10 GB/s
 PER_BYTE_AT_1_GBIT = 8e-9  # seconds; divide it by the Gbit/s of a link
 SLOWNESS = 4  # of one host's link
+PER_PART = 100e-6  # seconds; as in core/collectives/select.h
 MEAN_DELAY = 1e-3  # seconds; of a rank in a step
 
 
@@ -82,7 +83,7 @@ class Step:
         total: with communication.
         exchange: communication, including the part behind the computation.
         link: the part of ``exchange`` in which the links between hosts transfer bytes, at least.
-        in_host: the part of ``exchange`` in which the ranks of a host combine their gradients.
+        in_host: the part of ``exchange`` in which the ranks of a host combine gradients and nothing else happens.
     """
 
     computing: float
@@ -122,6 +123,7 @@ class Simulator:
         self._process = process
         self.cycle = cache(self._cycle)
         self.allreduce = cache(self._allreduce)
+        self.parts = cache(self._parts)
         self.broadcast = cache(self._broadcast)
         self.reducescatter = cache(self._reducescatter)
         self.alltoall = cache(self._alltoall)
@@ -138,6 +140,10 @@ class Simulator:
     ) -> float:
         """Return the seconds of an allreduce between hosts, one of which has a slower link."""
         return self._ask("allreduce", hosts, per_host, size, algorithm, slowness, *_costs(gigabits))[0]
+
+    def _parts(self, hosts: int, per_host: int, size: float) -> int:
+        """Return the number of parts of an allreduce, whose exchange between hosts overlaps with work inside them."""
+        return int(self._ask("parts", hosts, per_host, size)[0])
 
     def _reducescatter(self, hosts: int, size: float, algorithm: str, gigabits: int) -> float:
         """Return the seconds of a reduce-scatter between hosts with one rank each."""
@@ -379,14 +385,15 @@ def step(simulated: Simulator, model: Model, job: Job, exchange: Exchange | None
     exchange = exchange or Exchange()
     one_pass = job.images / model.images_per_second
     computing = exchange.passes * one_pass
-    finished = transferring = 0.0
+    finished = transferring = in_host = 0.0
     for ready, size in batches_of_gradients(model, one_pass, exchange):
-        seconds = transfer(simulated, job, size, adasum=exchange.adasum)
+        seconds, inside = transfer(simulated, job, size, adasum=exchange.adasum)
         finished = max(finished, computing - one_pass + ready) + seconds
         transferring += seconds
+        in_host += inside
     size = exchange.bytes_per_number * model.parameters
     link = 2 * (job.hosts - 1) / job.hosts * size * PER_BYTE_AT_1_GBIT / job.gigabits
-    return Step(computing, max(computing, finished), transferring, link, in_host(job, size))
+    return Step(computing, max(computing, finished), transferring, link, in_host)
 
 
 def batches_of_gradients(model: Model, one_pass: float, exchange: Exchange) -> Sequence[tuple[float, float]]:
@@ -409,20 +416,19 @@ def batches_of_gradients(model: Model, one_pass: float, exchange: Exchange) -> S
     return batches
 
 
-def transfer(simulated: Simulator, job: Job, size: float, *, adasum: bool) -> float:
-    """Return the seconds from the request of an allreduce to its result."""
+def transfer(simulated: Simulator, job: Job, size: float, *, adasum: bool) -> tuple[float, float]:
+    """Return the seconds from the request of an allreduce to its result, and those of work inside the hosts alone."""
     seconds = simulated.cycle(job.hosts, job.per_host, FAN_IN)[0]
     if adasum:
-        return seconds + simulated.adasum(job.hosts, job.per_host, size, job.gigabits)
-    seconds += in_host(job, size)
-    if job.hosts > 1:
-        seconds += simulated.allreduce(job.hosts, job.per_host, size, "ours", job.gigabits)
-    return seconds
-
-
-def in_host(job: Job, size: float) -> float:
-    """Return the seconds in which the ranks of a host combine their data."""
-    return 2 * (job.per_host - 1) / job.per_host * size * PER_BYTE_IN_HOST
+        return seconds + simulated.adasum(job.hosts, job.per_host, size, job.gigabits), 0.0
+    inside = 2 * (job.per_host - 1) / job.per_host * size * PER_BYTE_IN_HOST
+    if job.hosts == 1:
+        return seconds + inside, inside
+    parts = simulated.parts(job.hosts, job.per_host, size)
+    inside /= parts
+    between = simulated.allreduce(job.hosts, job.per_host, size / parts, "ours", job.gigabits)
+    alone = inside + (parts - 1) * max(0.0, inside - between)
+    return seconds + alone + parts * between + (parts - 1) * PER_PART, alone
 
 
 def _costs(gigabits: int) -> tuple[float, ...]:

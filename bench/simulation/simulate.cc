@@ -5,7 +5,8 @@
 //                                                     rank 0 sends, most messages of another rank
 //   allreduce HOSTS LANES BYTES ALGORITHM SLOWNESS COSTS -> seconds, messages and bytes that a rank
 //                                                           sends
-//   reducescatter HOSTS BYTES ALGORITHM COSTS      -> the same
+//   parts HOSTS LANES BYTES                        -> the number of parts of an allreduce
+//   reducescatter HOSTS BYTES ALGORITHM COSTS      -> as allreduce
 //   broadcast HOSTS BYTES ROUTE COSTS              -> the same
 //   alltoall HOSTS RANKS_PER_HOST BYTES ALGORITHM COSTS -> the same
 //   adasum HOSTS RANKS_PER_HOST BYTES COSTS        -> the same
@@ -110,6 +111,13 @@ auto Algorithm(const std::string& name, int ranks, int lanes, double bytes) {
   return chosen == LinkAlgorithm::kRing      ? AllreduceRingInPlace
          : chosen == LinkAlgorithm::kHalving ? AllreduceHalvingInPlace
                                              : AllreduceDoublingInPlace;
+}
+
+void Parts() {
+  int hosts = 0, lanes = 0;
+  double bytes = 0;
+  std::cin >> hosts >> lanes >> bytes;
+  std::printf("%d\n", PartsToOverlap(hosts, lanes, static_cast<size_t>(bytes)));
 }
 
 std::vector<int> OneRankPerHost(int hosts) {
@@ -314,10 +322,11 @@ void Broadcast() {
 
 int main() {
   const std::map<std::string, void (*)()> cases{
-      {"negotiate", sparkhvd::Negotiate},         {"allreduce", sparkhvd::Allreduce},
-      {"reducescatter", sparkhvd::Reducescatter}, {"broadcast", sparkhvd::Broadcast},
-      {"alltoall", sparkhvd::Alltoall},           {"start", sparkhvd::Start},
-      {"stragglers", sparkhvd::Stragglers},       {"adasum", sparkhvd::Adasum},
+      {"negotiate", sparkhvd::Negotiate}, {"allreduce", sparkhvd::Allreduce},
+      {"parts", sparkhvd::Parts},         {"reducescatter", sparkhvd::Reducescatter},
+      {"broadcast", sparkhvd::Broadcast}, {"alltoall", sparkhvd::Alltoall},
+      {"start", sparkhvd::Start},         {"stragglers", sparkhvd::Stragglers},
+      {"adasum", sparkhvd::Adasum},
   };
   std::string kind;
   while (std::cin >> kind) {

@@ -126,7 +126,7 @@ constexpr LinkAlgorithm SelectForLinks(int size, size_t bytes, const LinkCosts& 
 // parts hide more of this work, but every part takes time of its own.
 constexpr int PartsToOverlap(int hosts, int lanes, size_t bytes, const LinkCosts& costs = {}) {
   constexpr int kMostParts = 16;
-  constexpr double kInsidePerByte = 0.1e-9;  // seconds
+  constexpr double kInsidePerByte = 0.2e-9;  // seconds, at both ends together
   constexpr double kPerPart = 100e-6;        // seconds to hand a part to another thread and back
   const LinkCosts shared{costs.per_message, costs.per_byte * lanes};
   int best = 1;
