@@ -51,6 +51,15 @@ const unsigned char* Raw(const std::byte* data) {
 }
 unsigned char* Raw(std::byte* data) { return reinterpret_cast<unsigned char*>(data); }
 
+using UpdateFunction = int (*)(void*, unsigned char*, int*, const unsigned char*, int);
+
+// Skips empty data, because OpenSSL 1.1 ends the record at a null pointer.
+bool Update(UpdateFunction update, void* context, ConstBytes from, std::byte* to) {
+  int length = 0;
+  return from.empty() ||
+         update(context, Raw(to), &length, Raw(from.data()), static_cast<int>(from.size())) == 1;
+}
+
 Status LibraryFailure(const char* what) {
   return Status(StatusCode::kInternal, std::string("libcrypto failed to ") + what);
 }
@@ -111,35 +120,36 @@ std::array<unsigned char, 12> LinkCipher::NextNonce() {
   return nonce;
 }
 
-Status LinkCipher::Seal(ConstBytes plain, Bytes sealed) {
+Status LinkCipher::Seal(ConstBytes head, ConstBytes rest, Bytes sealed) {
   const CryptoLibrary::Functions& crypto = library_->functions();
   const auto nonce = NextNonce();
+  const Bytes text = sealed.Sub(0, head.size() + rest.size());
   int length = 0;
-  int rest = 0;
   if (crypto.encrypt_init(context_, nullptr, nullptr, nullptr, nonce.data()) != 1 ||
-      crypto.encrypt_update(context_, Raw(sealed.data()), &length, Raw(plain.data()),
-                            static_cast<int>(plain.size())) != 1 ||
-      crypto.encrypt_final(context_, Raw(sealed.data()) + length, &rest) != 1 ||
-      crypto.control(context_, kGetTag, kCipherTagBytes, sealed.data() + plain.size()) != 1) {
+      !Update(crypto.encrypt_update, context_, head, text.data()) ||
+      !Update(crypto.encrypt_update, context_, rest, text.data() + head.size()) ||
+      crypto.encrypt_final(context_, Raw(text.end()), &length) != 1 ||
+      crypto.control(context_, kGetTag, kCipherTagBytes, text.end()) != 1) {
     return LibraryFailure("encrypt");
   }
   return Status();
 }
 
-Status LinkCipher::Open(ConstBytes sealed, Bytes plain) {
+Status LinkCipher::Open(ConstBytes sealed, Bytes head, Bytes rest) {
   const CryptoLibrary::Functions& crypto = library_->functions();
   const auto nonce = NextNonce();
-  int length = 0;
-  int rest = 0;
-  auto* tag = const_cast<std::byte*>(sealed.data() + plain.size());  // OpenSSL only reads the tag
+  const std::byte* const second = sealed.data() + head.size();
+  auto* tag = const_cast<std::byte*>(second + rest.size());  // OpenSSL only reads the tag
   if (crypto.decrypt_init(context_, nullptr, nullptr, nullptr, nonce.data()) != 1 ||
-      crypto.decrypt_update(context_, Raw(plain.data()), &length, Raw(sealed.data()),
-                            static_cast<int>(plain.size())) != 1 ||
+      !Update(crypto.decrypt_update, context_, sealed.Sub(0, head.size()), head.data()) ||
+      !Update(crypto.decrypt_update, context_, ConstBytes(second, rest.size()), rest.data()) ||
       crypto.control(context_, kSetTag, kCipherTagBytes, tag) != 1) {
     return LibraryFailure("decrypt");
   }
-  if (crypto.decrypt_final(context_, Raw(plain.data()) + length, &rest) == 1) return Status();
-  return Status(StatusCode::kAuthentication, "data from the link was altered in transit");
+  std::array<unsigned char, kCipherTagBytes> none;  // GCM leaves nothing for the end
+  int length = 0;
+  if (crypto.decrypt_final(context_, none.data(), &length) == 1) return Status();
+  return Status(StatusCode::kAuthentication, kAlteredData);
 }
 
 }  // namespace sparkhvd

@@ -14,6 +14,7 @@
 namespace sparkhvd {
 
 constexpr size_t kCipherTagBytes = 16;
+inline constexpr char kAlteredData[] = "data from the link was altered in transit";
 
 // libcrypto, loaded at its first use. The core is built without OpenSSL's headers, and only
 // encryption needs the library.
@@ -47,12 +48,12 @@ class LinkCipher {
   LinkCipher& operator=(LinkCipher&& other) noexcept;
   ~LinkCipher();
 
-  // `sealed` holds the ciphertext of `plain` and kCipherTagBytes for the tag. `plain` and `sealed`
-  // may begin at the same address.
-  Status Seal(ConstBytes plain, Bytes sealed);
-  // Decrypts; `plain` may overlap `sealed`. Fails with kAuthentication unless the peer sealed this
-  // record.
-  Status Open(ConstBytes sealed, Bytes plain);
+  // Encrypts a record whose content has two parts. `sealed` receives the ciphertext of both parts
+  // and then the tag, of kCipherTagBytes, and overlaps neither part.
+  Status Seal(ConstBytes head, ConstBytes rest, Bytes sealed);
+  // Decrypts into two parts. `head` may begin where `sealed` begins if `rest` is empty. Fails with
+  // kAuthentication unless the peer sealed this record; the parts then hold nothing of use.
+  Status Open(ConstBytes sealed, Bytes head, Bytes rest = {});
 
  private:
   LinkCipher(std::shared_ptr<CryptoLibrary> library, void* context)

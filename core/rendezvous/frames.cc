@@ -38,9 +38,9 @@ Status FrameProtection::Protect(ConstBytes head, ConstBytes rest, std::vector<st
   const size_t size = head.size() + rest.size();
   out->resize(begin + size + overhead());
   const Bytes record(out->data() + begin, size + overhead());
+  if (cipher_) return cipher_->Seal(head, rest, record);
   std::copy(head.begin(), head.end(), record.begin());
   std::copy(rest.begin(), rest.end(), record.begin() + head.size());
-  if (cipher_) return cipher_->Seal(record.Sub(0, size), record);
   const Digest tag = NextTag(record);
   std::copy(tag.begin(), tag.end(), record.begin() + size);
   return Status();

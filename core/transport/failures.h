@@ -29,6 +29,9 @@ Status LateTransfer(Direction direction, int peer, size_t done, size_t size,
 // Returns kInternal: both sides of a transfer must agree on its length.
 Status LengthMismatch(int peer, size_t sent, size_t expected, const char* known = kExactly);
 
+// How a peer is lost that ended its links without a reason.
+inline constexpr char kClosedLinks[] = "it closed its links";
+
 // Returns kPeerLost: "lost rank 3: <how>".
 Status PeerLost(int peer, const std::string& how);
 

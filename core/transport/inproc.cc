@@ -134,7 +134,7 @@ class Hub {
     for (const auto& [ticket, transfer] : member.pending) {
       const Member& peer = At(transfer.peer);
       if (!peer.broken) continue;
-      const Status why = peer.closed ? PeerLost(transfer.peer, "it closed its links")
+      const Status why = peer.closed ? PeerLost(transfer.peer, kClosedLinks)
                                      : PeerAborted(transfer.peer, *peer.broken);
       return why.Annotate(TransferName(transfer.direction, transfer.peer));
     }

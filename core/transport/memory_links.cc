@@ -236,7 +236,7 @@ class RingLink {
 
   // Returns why the peer's end makes the next transfer fail.
   Status Departure(uint32_t state) const {
-    if (state != kHasAborted) return PeerLost(peer_, "it closed its links").Annotate(Front());
+    if (state != kHasAborted) return PeerLost(peer_, kClosedLinks).Annotate(Front());
     const size_t length = std::min<size_t>(slot_.length, slot_.text.size());
     const Status why(static_cast<StatusCode>(slot_.code), std::string(slot_.text.data(), length));
     return PeerAborted(peer_, why).Annotate(Front());

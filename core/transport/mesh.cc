@@ -23,7 +23,6 @@
 #include "rendezvous/socket.h"
 #include "transport/address_record.h"
 #include "transport/arena_file.h"
-#include "transport/encrypted_links.h"
 #include "transport/failures.h"
 #include "transport/meeting.h"
 #include "transport/memory_groups.h"
@@ -119,7 +118,6 @@ class MeshBuilder {
         deadline_(deadline),
         records_(static_cast<size_t>(options.size)),
         links_(static_cast<size_t>(options.size)),
-        keys_(static_cast<size_t>(options.size)),
         watches_(static_cast<size_t>(options.size)) {}
 
   // Returns an empty mesh if the ranks are neighbors and could not share the memory of the links.
@@ -172,37 +170,15 @@ class MeshBuilder {
     for (const MemberWatch& watch : watches_) mesh.sockets.Add(watch.socket.get());
     SHVD_TRY(ShareArena(&mesh));
     if (options_.neighbors) return mesh;
-    auto transport = options_.encrypt ? EncryptedTransport(&mesh.sockets) : SocketTransport();
-    if (!transport.ok()) return transport.status();
+    auto transport = MakeSocketTransport(options_.rank, std::move(links_), options_.link_costs,
+                                         options_.host_timeout);
+    if (!transport.ok()) return transport.status().Annotate(RankName(options_.rank));
     mesh.transport = std::move(transport).value();
     return mesh;
   }
 
-  Result<std::unique_ptr<Transport>> SocketTransport() {
-    return MakeSocketTransport(options_.rank, std::move(links_), options_.link_costs,
-                               options_.host_timeout);
-  }
-
   std::string Purpose(int acceptor) const {
     return "mesh/" + options_.scope + "/" + std::to_string(acceptor);
-  }
-
-  Result<std::unique_ptr<Transport>> EncryptedTransport(OwnedSockets* sockets) {
-    auto made = EncryptedLinks::Make(options_.host_timeout);
-    if (!made.ok()) return made.status().Annotate(RankName(options_.rank));
-    std::unique_ptr<EncryptedLinks> encrypted = std::move(made).value();
-    for (int peer = 0; peer < options_.size; ++peer) {
-      UniqueFd& stream = At(links_, peer).stream;
-      if (peer == options_.rank || IsUnixSocket(stream.get())) continue;
-      auto plain = encrypted->Add(std::move(stream), At(keys_, peer));
-      if (!plain.ok()) return plain.status();
-      sockets->Add(plain.value().get());
-      stream = std::move(plain).value();
-    }
-    SHVD_TRY(encrypted->Start());
-    auto transport = SocketTransport();
-    if (!transport.ok()) return transport;
-    return MakeEncryptedTransport(std::move(encrypted), std::move(transport).value());
   }
 
   void DescribeSelf() {
@@ -418,9 +394,8 @@ class MeshBuilder {
       dial.dialing = MakeDialing(dial.peer, dial.kind, dial.local);
       return false;
     }
-    if (dial.local) Keep(Kind::kWatch, dial.peer, std::move(dial.watch));
-    Keep(Kind::kLink, dial.peer, std::move(connection));
-    At(keys_, dial.peer) = {keys.from_dialer, keys.from_acceptor};
+    if (dial.local) KeepWatch(dial.peer, std::move(dial.watch));
+    KeepLink(dial.peer, std::move(connection), {keys.from_dialer, keys.from_acceptor});
     return true;
   }
 
@@ -448,13 +423,16 @@ class MeshBuilder {
     return text;
   }
 
-  void Keep(Kind kind, int peer, UniqueFd fd) {
+  void KeepWatch(int peer, UniqueFd fd) {
     UniqueFd process = ProcessBehind(fd);
-    if (kind == Kind::kLink) {
-      At(links_, peer) = PeerSocket{std::move(fd), std::move(process)};
-    } else {
-      At(watches_, peer) = MemberWatch{std::move(fd), std::move(process)};
-    }
+    At(watches_, peer) = MemberWatch{std::move(fd), std::move(process)};
+  }
+
+  void KeepLink(int peer, UniqueFd fd, const LinkKeys& keys) {
+    UniqueFd process = ProcessBehind(fd);
+    PeerSocket& link = At(links_, peer);
+    link = PeerSocket{std::move(fd), std::move(process), std::nullopt};
+    if (options_.encrypt && !IsUnixSocket(link.stream.get())) link.keys = keys;
   }
 
   // The dialer knows the token, but its claim must be valid, too. Otherwise its connection ends
@@ -469,10 +447,10 @@ class MeshBuilder {
     const int peer = static_cast<int>(rank);
     if (kind == Kind::kLink) {
       // A peer that connects again has abandoned its first connection.
-      Keep(kind, peer, std::move(admitted.fd));
-      At(keys_, peer) = {admitted.keys.from_acceptor, admitted.keys.from_dialer};
+      KeepLink(peer, std::move(admitted.fd),
+               {admitted.keys.from_acceptor, admitted.keys.from_dialer});
     } else if (kind == Kind::kWatch && IsUnixSocket(admitted.fd.get())) {
-      Keep(kind, peer, std::move(admitted.fd));
+      KeepWatch(peer, std::move(admitted.fd));
     }
   }
 
@@ -645,7 +623,6 @@ class MeshBuilder {
   std::optional<Reception> reception_;
   std::vector<AddressRecord> records_;
   std::vector<PeerSocket> links_;
-  std::vector<LinkKeys> keys_;  // keys of the links
   std::vector<MemberWatch> watches_;
   std::list<PeerDial> dials_;  // underway
   // Lower ranks whose dials have failed, and when they count as unreachable.

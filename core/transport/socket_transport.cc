@@ -7,7 +7,6 @@
 #include <sys/eventfd.h>
 #include <sys/ioctl.h>
 #include <sys/socket.h>
-#include <sys/uio.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -16,6 +15,8 @@
 #include <cerrno>
 #include <chrono>
 #include <condition_variable>
+#include <cstdint>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -26,6 +27,7 @@
 #include "base/wait.h"
 #include "rendezvous/socket.h"
 #include "transport/failures.h"
+#include "transport/link_stream.h"
 #include "transport/message_header.h"
 #include "transport/transfer.h"
 
@@ -35,52 +37,31 @@ namespace {
 // Limits one system call, so that a sending peer does not starve the others.
 constexpr size_t kBytesPerCall = size_t{1} << 20;
 constexpr int kCallsPerTurn = 8;
-// Limits Linger, for peers that are slow to read. The data has nearly always arrived long before.
+// How long a closing transport waits for a peer that reads nothing.
 constexpr std::chrono::milliseconds kLingerTime(1000);
-constexpr int kLingerSliceMillis = 5;
-constexpr char kClosed[] = "it closed its links";
+constexpr int kLingerSliceMillis = 5;  // poll does not report acknowledgements
 
-// The rest of a transfer, in the form that sendmsg and recvmsg take.
-class Remaining {
- public:
+// The rest of a transfer: of its header, and of its data.
+struct Remaining {
   explicit Remaining(Transfer& transfer) {
     if (transfer.done < kMessageHeaderBytes) {
-      Add(transfer.header.data() + transfer.done, kMessageHeaderBytes - transfer.done);
+      header = {transfer.header.data() + transfer.done, kMessageHeaderBytes - transfer.done};
     }
-    message_.msg_iov = parts_.data();
     if (transfer.length != nullptr) return;  // the next bytes may be of the next message
     const size_t offset = transfer.payload_done();
-    Add(transfer.data + offset, std::min(transfer.size - offset, kBytesPerCall));
+    data = {transfer.data + offset, std::min(transfer.size - offset, kBytesPerCall)};
   }
-  Remaining(const Remaining&) = delete;
-  Remaining& operator=(const Remaining&) = delete;
-  msghdr* message() { return &message_; }
-
- private:
-  void Add(std::byte* data, size_t size) {
-    if (size == 0) return;
-    parts_[message_.msg_iovlen++] = {data, size};
-  }
-  std::array<iovec, 2> parts_{};
-  msghdr message_{};
+  Bytes header;
+  Bytes data;
 };
-
-enum class Move { kNothing, kSome, kEnded };
-
-Move Classify(ssize_t count) {
-  if (count > 0) return Move::kSome;
-  if (count < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)) {
-    return Move::kNothing;
-  }
-  return Move::kEnded;
-}
 
 class Link {
  public:
-  Link(int peer, PeerSocket socket) : peer_(peer), socket_(std::move(socket)) {}
+  Link(int peer, LinkStream stream, UniqueFd process)
+      : peer_(peer), stream_(std::move(stream)), process_(std::move(process)) {}
 
   int peer() const { return peer_; }
-  bool connected() const { return socket_.stream.valid(); }
+  bool connected() const { return stream_.connected(); }
   bool pending() const { return !transfers_.empty(); }
   TransferQueues& transfers() { return transfers_; }
   const TransferQueues& transfers() const { return transfers_; }
@@ -104,20 +85,20 @@ class Link {
     short events = POLLRDHUP;
     if (!transfers_.sends.empty()) events |= POLLOUT;
     if (!transfers_.receives.empty()) events |= POLLIN;
-    fds.push_back({socket_.stream.get(), events, 0});
-    fds.push_back({socket_.process.get(), POLLIN, 0});
+    fds.push_back({stream_.fd(), events, 0});
+    fds.push_back({process_.get(), POLLIN, 0});
   }
 
   // Checks whether the peer has ended. Called with poll's events if they moved no bytes.
   void Judge(short stream_events, short process_events) {
     if (!failure_.ok() || !pending()) return;
     if ((stream_events & (POLLRDHUP | POLLHUP | POLLERR)) != 0 && transfers_.receives.empty())
-      End(kClosed);
+      End(kClosedLinks);
     if (failure_.ok() && (process_events & POLLIN) != 0) End("its process has ended");
   }
 
   void EndIfHostIsSilent(std::chrono::milliseconds silence) {
-    if (failure_.ok() && pending() && host_.IsSilent(socket_.stream.get(), silence)) {
+    if (failure_.ok() && pending() && host_.IsSilent(stream_.fd(), silence)) {
       End("its host has stopped responding");
     }
   }
@@ -126,27 +107,26 @@ class Link {
   // touched.
   void Close(const Status* why) {
     if (!connected()) return;
-    const bool between_messages = transfers_.sends.empty() || transfers_.sends.front().done == 0;
+    const bool between_messages =
+        !stream_.is_in_record() && (transfers_.sends.empty() || transfers_.sends.front().done == 0);
     if (why != nullptr && between_messages) {
       // Without memory for the reason, the peer only notices the end.
       static_cast<void>(Guarded([&] { return SendFarewell(*why); }));
     }
     // Ends only this direction. Otherwise the kernel would answer later data of the peer with a
     // reset, which discards data of completed transfers that the peer has not read yet.
-    ::shutdown(socket_.stream.get(), SHUT_WR);
+    ::shutdown(stream_.fd(), SHUT_WR);
     transfers_.Clear();
   }
 
-  // Waits for sent data to arrive, because closing a socket with unread data resets it, too.
-  void Linger(Deadline deadline) {
-    std::array<std::byte, 4096> unread;
-    while (connected() && Undelivered() > 0 && !deadline.Expired()) {
-      auto count = ReadSome(socket_.stream.get(), Bytes(unread.data(), unread.size()));
-      if (!count.ok()) return;
-      if (count.value() > 0) continue;
-      pollfd entry{socket_.stream.get(), POLLIN, 0};
-      (void)::poll(&entry, 1, deadline.RemainingMillis(kLingerSliceMillis));
-    }
+  // Discards what the peer has sent, because closing a socket with unread data resets it. Returns
+  // the bytes that have not arrived at the peer's host, or 0 if the peer has ended, too.
+  int DrainForClose() {
+    const int undelivered = connected() ? Undelivered() : 0;
+    if (undelivered == 0) return 0;
+    const ssize_t count = ::recv(stream_.fd(), nullptr, kBytesPerCall, MSG_TRUNC);  // TCP discards
+    const bool open = count > 0 || (count < 0 && (errno == EAGAIN || errno == EINTR));
+    return open ? undelivered : 0;
   }
 
  private:
@@ -156,21 +136,25 @@ class Link {
     int bytes = 0;
     tcp_info info{};
     socklen_t size = sizeof(info);
-    const int fd = socket_.stream.get();
+    const int fd = stream_.fd();
     if (::getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return 0;
     if (info.tcpi_retransmits > 0) return 0;  // for at least 0.2 s
     return ::ioctl(fd, SIOCOUTQ, &bytes) == 0 ? bytes : 0;
   }
 
+  // Ends the link if its stream has ended.
+  bool HasMoved(const Result<size_t>& count) {
+    if (!count.ok()) End(count.status().message());
+    return count.ok() && count.value() > 0;
+  }
+
   bool AdvanceSend(std::unordered_set<Ticket>& open) {
     if (transfers_.sends.empty()) return false;
     Transfer& transfer = transfers_.sends.front();
-    Remaining remaining(transfer);
-    const ssize_t count = ::sendmsg(socket_.stream.get(), remaining.message(), MSG_NOSIGNAL);
-    const Move move = Classify(count);
-    if (move == Move::kEnded) End(count == 0 ? kClosed : ErrorText(errno));
-    if (move != Move::kSome) return false;
-    transfer.done += static_cast<size_t>(count);
+    const Remaining remaining(transfer);
+    const auto count = stream_.Write(remaining.header, remaining.data);
+    if (!HasMoved(count)) return false;
+    transfer.done += count.value();
     if (transfer.done == transfer.total()) {
       open.erase(transfer.ticket);
       transfers_.sends.pop_front();
@@ -181,13 +165,11 @@ class Link {
   bool AdvanceReceive(std::unordered_set<Ticket>& open) {
     if (transfers_.receives.empty()) return false;
     Transfer& transfer = transfers_.receives.front();
-    Remaining remaining(transfer);
+    const Remaining remaining(transfer);
     const size_t before = transfer.done;
-    const ssize_t count = ::recvmsg(socket_.stream.get(), remaining.message(), 0);
-    const Move move = Classify(count);
-    if (move == Move::kEnded) End(count == 0 ? kClosed : ErrorText(errno));
-    if (move != Move::kSome) return false;
-    transfer.done += static_cast<size_t>(count);
+    const auto count = stream_.Read(remaining.header, remaining.data);
+    if (!HasMoved(count)) return false;
+    transfer.done += count.value();
     if (before < kMessageHeaderBytes && transfer.done >= kMessageHeaderBytes) {
       if (!CheckHeader(transfer)) return false;
     }
@@ -216,7 +198,7 @@ class Link {
                      std::min<size_t>(start.size(), header.length));
     const size_t missing = header.length - text.size();
     std::array<std::byte, kMaxFarewellBytes> rest;
-    auto count = ReadSome(socket_.stream.get(), Bytes(rest.data(), missing));
+    auto count = stream_.Read(Bytes(rest.data(), missing));
     if (count.ok()) text.append(reinterpret_cast<const char*>(rest.data()), count.value());
     failure_ = PeerAborted(peer_, Status(header.code, text)).Annotate(Front());
   }
@@ -228,8 +210,7 @@ class Link {
     message += text;
     // Drops the bytes that cannot be sent at once. The peer then notices the end without the
     // reason.
-    (void)!::send(socket_.stream.get(), message.data(), message.size(), MSG_NOSIGNAL);
-    return Status();
+    return stream_.Write(AsBytes(message)).status();
   }
 
   // Ends the link, because the peer has ended. Its farewell may be unread if no receive was posted.
@@ -238,7 +219,7 @@ class Link {
         transfers_.receives.empty() || transfers_.receives.front().done == 0;
     std::array<std::byte, kMessageHeaderBytes> bytes;
     if (between_messages) {
-      auto count = ReadSome(socket_.stream.get(), Bytes(bytes.data(), bytes.size()));
+      auto count = stream_.Read(Bytes(bytes.data(), bytes.size()));
       if (count.ok() && count.value() == bytes.size()) {
         auto header = DecodeMessageHeader(ConstBytes(bytes.data(), bytes.size()));
         if (header.ok() && header.value().farewell) return ReadFarewell(header.value(), {});
@@ -254,7 +235,8 @@ class Link {
   }
 
   int peer_;
-  PeerSocket socket_;
+  LinkStream stream_;
+  UniqueFd process_;  // a pidfd, as in PeerSocket
   HostWatch host_;
   TransferQueues transfers_;
   Status failure_;
@@ -262,18 +244,17 @@ class Link {
 
 class SocketTransport final : public Transport {
  public:
-  SocketTransport(int rank, std::vector<PeerSocket> peers, UniqueFd wake, const LinkCosts& costs,
+  SocketTransport(int rank, std::vector<Link> links, UniqueFd wake, const LinkCosts& costs,
                   std::chrono::milliseconds silence)
-      : rank_(rank), wake_(std::move(wake)), costs_(costs), silence_(silence) {
-    for (size_t peer = 0; peer < peers.size(); ++peer) {
-      links_.emplace_back(static_cast<int>(peer), std::move(peers[peer]));
-    }
-  }
+      : rank_(rank),
+        wake_(std::move(wake)),
+        costs_(costs),
+        silence_(silence),
+        links_(std::move(links)) {}
 
   ~SocketTransport() override {
     for (Link& link : links_) link.Close(nullptr);
-    const Deadline deadline = Deadline::After(kLingerTime);
-    for (Link& link : links_) link.Linger(deadline);
+    Linger();
   }
 
   int rank() const override { return rank_; }
@@ -333,6 +314,24 @@ class SocketTransport final : public Transport {
     // Sends small messages before the wait. Wait reports any failure of this.
     if (sending) link.Advance(open_);
     return transfer.ticket;
+  }
+
+  // Waits for sent data to arrive, as long as some of it arrives in every second. Nearly always, it
+  // has arrived long before.
+  void Linger() {
+    const Deadline latest = Deadline::After(silence_);
+    Deadline deadline = latest;
+    int64_t before = -1;
+    while (!deadline.Expired()) {
+      int64_t undelivered = 0;
+      for (Link& link : links_) undelivered += link.DrainForClose();
+      if (undelivered == 0) return;
+      if (undelivered != before) {
+        deadline = Deadline::Earlier(Deadline::After(kLingerTime), latest);
+      }
+      before = undelivered;
+      (void)::poll(nullptr, 0, deadline.RemainingMillis(kLingerSliceMillis));
+    }
   }
 
   // A mutex is not fair: while data flows, this thread could lock it repeatedly before an aborting
@@ -416,8 +415,16 @@ Result<std::unique_ptr<Transport>> MakeSocketTransport(int rank, std::vector<Pee
                                                        std::chrono::milliseconds silence) {
   UniqueFd wake(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
   if (!wake.valid()) return IoStatus("eventfd", errno);
+  const auto buffers = std::make_shared<RecordBuffers>();
+  std::vector<Link> links;
+  for (PeerSocket& peer : peers) {
+    auto stream = LinkStream::Make(std::move(peer.stream), peer.keys, buffers);
+    if (!stream.ok()) return stream.status();
+    const auto number = static_cast<int>(links.size());
+    links.emplace_back(number, std::move(stream).value(), std::move(peer.process));
+  }
   return std::unique_ptr<Transport>(
-      std::make_unique<SocketTransport>(rank, std::move(peers), std::move(wake), costs, silence));
+      std::make_unique<SocketTransport>(rank, std::move(links), std::move(wake), costs, silence));
 }
 
 }  // namespace sparkhvd

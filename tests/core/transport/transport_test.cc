@@ -81,6 +81,20 @@ std::vector<Mesh> TinyTcp(int size) {
   });
 }
 
+std::vector<Mesh> Encrypted(int size) {
+  return Connect(size, [](MeshOptions* options) {
+    options->host_key.clear();
+    options->encrypt = true;
+  });
+}
+std::vector<Mesh> TinyEncrypted(int size) {
+  return Connect(size, [](MeshOptions* options) {
+    options->socket_buffer_bytes = 16384;
+    options->host_key.clear();
+    options->encrypt = true;
+  });
+}
+
 std::vector<Mesh> Memory(int size) { return ConnectNeighbors(Connect(size)); }
 
 class TransportContract : public testing::TestWithParam<MeshKind> {
@@ -375,12 +389,13 @@ TEST_P(TransportContract, LeavesNoThreadAndNoDescriptor) {
   EXPECT_TRUE(before == after) << ToText(before) << " became " << ToText(after);
 }
 
-INSTANTIATE_TEST_SUITE_P(Transports, TransportContract,
-                         testing::Values(MeshKind{"InProcess", LinksInProcess},
-                                         MeshKind{"Unix", Unix}, MeshKind{"Tcp", Tcp},
-                                         MeshKind{"TinyUnix", TinyUnix},
-                                         MeshKind{"TinyTcp", TinyTcp}, MeshKind{"Memory", Memory}),
-                         KindName);
+INSTANTIATE_TEST_SUITE_P(
+    Transports, TransportContract,
+    testing::Values(MeshKind{"InProcess", LinksInProcess}, MeshKind{"Unix", Unix},
+                    MeshKind{"Tcp", Tcp}, MeshKind{"TinyUnix", TinyUnix},
+                    MeshKind{"TinyTcp", TinyTcp}, MeshKind{"Encrypted", Encrypted},
+                    MeshKind{"TinyEncrypted", TinyEncrypted}, MeshKind{"Memory", Memory}),
+    KindName);
 
 }  // namespace
 }  // namespace sparkhvd
