@@ -195,7 +195,7 @@ class Opening {
 
 }  // namespace
 
-RecordBuffers::RecordBuffers() { spare_.reserve(kSpareBuffers); }
+RecordBuffers::RecordBuffers() { spare_.reserve(kSpareBuffers); }  // so that Return cannot fail
 
 RecordBuffers::Buffer RecordBuffers::Take() {
   if (spare_.empty()) return Buffer(new std::byte[kBufferBytes]);

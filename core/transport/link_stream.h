@@ -19,9 +19,9 @@ struct LinkKeys {
   Digest receiving;
 };
 
-// The memory for records that are only in part in the kernel. A link uses memory only while it has
-// such a record, because most links of a large job are idle most of the time. One thread at a time
-// may use the streams that share these buffers.
+// The memory for records that have been sent or received only in part. A link uses memory only
+// while it has such a record, because most links of a large job are idle most of the time. Only one
+// thread at a time may use the streams that share these buffers.
 class RecordBuffers {
  public:
   using Buffer = std::unique_ptr<std::byte[]>;
