@@ -46,19 +46,19 @@ bool Reception::HasRoom() const {
   return strangers_.size() < limits_.strangers || strangers_.front().undisturbed.Expired();
 }
 
-std::vector<Admitted> Reception::Serve() {
+std::vector<Admitted> Reception::Serve(const BusyFor& busy_for) {
   std::vector<Admitted> admitted;
-  AdvanceAll(admitted);  // before any unauthenticated connection is dropped
+  AdvanceAll(busy_for, admitted);  // before any unauthenticated connection is dropped
   if (resume_accepting_.Expired()) {
     for (const UniqueFd& listener : listeners_) Accept(listener.get());
   }
-  AdvanceAll(admitted);
+  AdvanceAll(busy_for, admitted);
   return admitted;
 }
 
-void Reception::AdvanceAll(std::vector<Admitted>& admitted) {
+void Reception::AdvanceAll(const BusyFor& busy_for, std::vector<Admitted>& admitted) {
   for (auto stranger = strangers_.begin(); stranger != strangers_.end();) {
-    const Verdict verdict = Advance(*stranger);
+    const Verdict verdict = Advance(*stranger, busy_for);
     if (verdict == Verdict::kAdmitted) {
       TuneStream(stranger->fd.get());
       admitted.push_back(
@@ -103,7 +103,7 @@ void Reception::Accept(int listener) {
   }
 }
 
-Reception::Verdict Reception::Advance(Stranger& stranger) {
+Reception::Verdict Reception::Advance(Stranger& stranger, const BusyFor& busy_for) {
   if (stranger.deadline.Expired()) {
     Reject(stranger);  // a rank on a slow host needs an answer
     return Verdict::kDropped;
@@ -119,6 +119,10 @@ Reception::Verdict Reception::Advance(Stranger& stranger) {
     stranger.received = 0;
     auto reply = stranger.handshake.Consume(ConstBytes(stranger.buffer.data(), wanted));
     if (!reply.ok()) return Verdict::kDropped;
+    if (stranger.handshake.done() && busy_for && busy_for(stranger.handshake.claim())) {
+      Reject(stranger);
+      return Verdict::kDropped;
+    }
     // The answers of a whole handshake fit into the kernel's smallest send buffer.
     auto sent =
         WriteSome(stranger.fd.get(), ConstBytes(reply.value().data(), reply.value().size()));

@@ -6,6 +6,7 @@
 #include <array>
 #include <cstddef>
 #include <deque>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -47,7 +48,9 @@ class Reception {
   void AppendPollFds(std::vector<pollfd>& fds) const;
   int TimeoutMillis(int cap) const;
   // Accepts, reads, answers and drops connections without waiting. Returns the newly admitted ones.
-  std::vector<Admitted> Serve();
+  // A member is asked to dial again if `busy_for` its claim; it may be empty.
+  using BusyFor = std::function<bool(uint64_t claim)>;
+  std::vector<Admitted> Serve(const BusyFor& busy_for = {});
   // Returns whether Serve has ever failed to accept a connection because no descriptor was free.
   bool out_of_descriptors() const { return out_of_descriptors_; }
 
@@ -65,8 +68,8 @@ class Reception {
   bool HasRoom() const;
   bool MakeRoom();
   void Accept(int listener);
-  void AdvanceAll(std::vector<Admitted>& admitted);
-  static Verdict Advance(Stranger& stranger);
+  void AdvanceAll(const BusyFor& busy_for, std::vector<Admitted>& admitted);
+  static Verdict Advance(Stranger& stranger, const BusyFor& busy_for);
   static void Reject(const Stranger& stranger);
 
   std::vector<UniqueFd> listeners_;

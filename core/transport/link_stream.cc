@@ -230,6 +230,7 @@ Result<LinkStream> LinkStream::Make(UniqueFd socket, const std::optional<LinkKey
 LinkStream::LinkStream(UniqueFd socket, std::unique_ptr<Records> records)
     : socket_(std::move(socket)), records_(std::move(records)) {}
 LinkStream::LinkStream(LinkStream&&) noexcept = default;
+LinkStream& LinkStream::operator=(LinkStream&&) noexcept = default;
 LinkStream::~LinkStream() = default;
 
 bool LinkStream::is_in_record() const { return records_ && records_->sealing.is_in_record(); }

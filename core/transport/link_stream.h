@@ -48,6 +48,7 @@ class LinkStream {
   static Result<LinkStream> Make(UniqueFd socket, const std::optional<LinkKeys>& keys,
                                  const std::shared_ptr<RecordBuffers>& buffers);
   LinkStream(LinkStream&&) noexcept;
+  LinkStream& operator=(LinkStream&&) noexcept;
   ~LinkStream();
 
   int fd() const { return socket_.get(); }

@@ -1,15 +1,14 @@
-// Connects the ranks. Every rank listens, publishes its addresses, and dials all lower ranks, a few
-// at a time, while it accepts connections from all higher ranks.
+// Connects the ranks. Every rank listens, publishes its addresses, and dials the lower ranks to
+// which it needs a connection from the start, a few at a time, while it accepts connections from
+// higher ranks.
 #include "transport/mesh.h"
 
 #include <poll.h>
-#include <sys/socket.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <cstdlib>
 #include <list>
 #include <optional>
 #include <utility>
@@ -24,6 +23,7 @@
 #include "transport/address_record.h"
 #include "transport/arena_file.h"
 #include "transport/failures.h"
+#include "transport/link_maker.h"
 #include "transport/meeting.h"
 #include "transport/memory_groups.h"
 #include "transport/memory_links.h"
@@ -33,9 +33,7 @@
 namespace sparkhvd {
 namespace {
 
-// A dialer claims its rank and the kind of the connection. It dials the watch before the link.
-enum class Kind : uint64_t { kLink = 1, kWatch = 2 };
-constexpr int kKindShift = 32;
+using Kind = ConnectionKind;
 // The keys that each rank publishes: its addresses, whether it has mapped the shared memory, and
 // the peers that it could not reach.
 constexpr char kAddress[] = "address";
@@ -47,10 +45,6 @@ constexpr int kSliceMillis = 100;  // interval of the checks of other ranks
 // Enough dials to hide the round trips of a handshake, and few enough for the acceptors.
 constexpr size_t kDialsAtOnce = 16;
 constexpr size_t kMaxArenaRegionBytes = size_t{1} << 40;
-
-uint64_t Claim(Kind kind, int rank) {
-  return (static_cast<uint64_t>(kind) << kKindShift) | static_cast<uint64_t>(rank);
-}
 
 std::string RankName(int rank) { return "rank " + std::to_string(rank); }
 
@@ -65,22 +59,6 @@ Result<std::string> FreshUnixName() {
     name += kDigits[std::to_integer<size_t>(value & std::byte{15})];
   }
   return name;
-}
-
-// Returns a pidfd of the process at the other end of a Unix socket. The result is empty if the
-// kernel or a namespace denies access, and for this process itself.
-UniqueFd OpenPeerProcess(int unix_socket) {
-  ucred peer{};
-  socklen_t size = sizeof(peer);
-  if (::getsockopt(unix_socket, SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0 || peer.pid <= 0 ||
-      peer.pid == ::getpid()) {
-    return UniqueFd();
-  }
-  return UniqueFd(static_cast<int>(::syscall(SYS_pidfd_open, peer.pid, 0)));  // sets CLOEXEC
-}
-
-UniqueFd ProcessBehind(const UniqueFd& socket) {
-  return IsUnixSocket(socket.get()) ? OpenPeerProcess(socket.get()) : UniqueFd();
 }
 
 Status CheckOptions(const MeshOptions& options) {
@@ -116,7 +94,8 @@ class MeshBuilder {
       : options_(options),
         meeting_(rendezvous, options.scope, options.rank, deadline, options.interrupted),
         deadline_(deadline),
-        records_(static_cast<size_t>(options.size)),
+        contacts_{options.rank, options.token, options.scope, options.socket_buffer_bytes,
+                  std::vector<AddressRecord>(static_cast<size_t>(options.size))},
         links_(static_cast<size_t>(options.size)),
         watches_(static_cast<size_t>(options.size)) {}
 
@@ -159,10 +138,10 @@ class MeshBuilder {
       SHVD_TRY(Listen());
       SHVD_TRY(ExchangeRecords());
       SHVD_TRY(ConnectLinks());
-      reception_.reset();
     }
     Mesh mesh;
     mesh.host_ranks = HostRanks();
+    mesh.sockets = sockets_;
     for (const PeerSocket& link : links_) {
       LimitSilence(link.stream.get(), options_.host_timeout);
       mesh.sockets.Add(link.stream.get());
@@ -171,18 +150,24 @@ class MeshBuilder {
     SHVD_TRY(ShareArena(&mesh));
     if (options_.neighbors) return mesh;
     auto transport = MakeSocketTransport(options_.rank, std::move(links_), options_.link_costs,
-                                         options_.host_timeout);
+                                         options_.host_timeout, MakeLinkMaker(mesh.sockets));
     if (!transport.ok()) return transport.status().Annotate(RankName(options_.rank));
     mesh.transport = std::move(transport).value();
     return mesh;
   }
 
-  std::string Purpose(int acceptor) const {
-    return "mesh/" + options_.scope + "/" + std::to_string(acceptor);
+  // Returns null if all links exist.
+  std::unique_ptr<LinkMaker> MakeLinkMaker(const OwnedSockets& sockets) {
+    for (int peer = 0; peer < options_.size; ++peer) {
+      if (peer == options_.rank || At(links_, peer).stream.valid()) continue;
+      return std::make_unique<LinkMaker>(std::move(contacts_), std::move(*reception_), sockets,
+                                         options_.host_timeout);
+    }
+    return nullptr;
   }
 
   void DescribeSelf() {
-    AddressRecord& own = At(records_, options_.rank);
+    AddressRecord& own = At(contacts_.records, options_.rank);
     own.host_key = options_.host_key;
     own.shared_memory = options_.neighbors != nullptr;
     own.encrypt = options_.encrypt;
@@ -191,7 +176,7 @@ class MeshBuilder {
   }
 
   Status Listen() {
-    AddressRecord& own = At(records_, options_.rank);
+    AddressRecord& own = At(contacts_.records, options_.rank);
     std::vector<UniqueFd> listeners;
     for (const std::string& host : options_.bind_hosts) {
       auto tcp = ListenTcp({host, 0}, options_.socket_buffer_bytes);
@@ -212,32 +197,34 @@ class MeshBuilder {
         listeners.push_back(std::move(local).value());
       }
     }
-    reception_.emplace(std::move(listeners), options_.token, Purpose(options_.rank));
+    for (const UniqueFd& listener : listeners) sockets_.Add(listener.get());
+    reception_.emplace(std::move(listeners), options_.token, contacts_.Purpose(options_.rank));
     return Status();
   }
 
   Status ExchangeRecords() {
     SHVD_TRY(meeting_.Set(Key(kAddress, options_.rank),
-                          EncodeAddressRecord(At(records_, options_.rank))));
+                          EncodeAddressRecord(At(contacts_.records, options_.rank))));
     auto bytes = meeting_.GetAll(kAddress, AllRanks());
     if (!bytes.ok()) return bytes.status();
     for (int peer = 0; peer < options_.size; ++peer) {
       if (peer == options_.rank) continue;
       auto record = DecodeAddressRecord(At(bytes.value(), peer));
       if (!record.ok()) return record.status().Annotate("the address of " + RankName(peer));
-      At(records_, peer) = std::move(record).value();
+      At(contacts_.records, peer) = std::move(record).value();
       SHVD_TRY(CheckAgreement(peer));
     }
     return Status();
   }
 
   Status CheckAgreement(int peer) {
-    const AddressRecord& other = At(records_, peer);
+    const AddressRecord& other = At(contacts_.records, peer);
     if (other.encrypt != options_.encrypt) {
       return Disagreement("encryption", options_.encrypt ? "it on" : "it off", peer,
                           other.encrypt ? "it on" : "it off");
     }
-    if (other.settings_digest == At(records_, options_.rank).settings_digest) return Status();
+    if (other.settings_digest == At(contacts_.records, options_.rank).settings_digest)
+      return Status();
     return DifferentSetting(peer);
   }
 
@@ -275,10 +262,13 @@ class MeshBuilder {
                                              RankName(peer) + " has " + others);
   }
 
-  bool SameHost(int peer) {
-    const AddressRecord& own = At(records_, options_.rank);
-    const AddressRecord& other = At(records_, peer);
-    return !own.unix_name.empty() && !other.unix_name.empty() && own.host_key == other.host_key;
+  // Returns whether the link to this rank is made at the start. A ring of links shows that each
+  // rank can be reached. An elastic job has to find all pairs that cannot reach each other.
+  // LinkMaker makes no encrypted links.
+  bool NeedsLink(int peer) const {
+    if (options_.answer_limit || options_.encrypt) return true;
+    const int distance = std::abs(peer - options_.rank);
+    return distance == 1 || distance == options_.size - 1;
   }
 
   // The connections to a lower rank are dialed one after the other: on the same host a watch and
@@ -297,14 +287,16 @@ class MeshBuilder {
     int next = options_.rank - 1;
     std::vector<pollfd> fds;
     while (true) {
-      while (next >= 0 && BusyDials() < kDialsAtOnce) dials_.push_back(BeginDial(next--));
+      for (; next >= 0 && BusyDials() < kDialsAtOnce; --next) {
+        if (contacts_.SameHost(next) || NeedsLink(next)) dials_.push_back(BeginDial(next));
+      }
       for (Admitted& admitted : reception_->Serve()) Admit(std::move(admitted));
       if (!unreachable_.empty()) {
         // A dial may fail at once. The other ranks need the time to find out whom they cannot
         // reach.
         if (report_at_.Expired()) return unreachable_failure_;
       } else if (dials_.empty()) {
-        const std::vector<int> missing = MissingLinks();
+        const std::vector<int> missing = Missing();
         if (missing.empty()) return Status();
         if (deadline_.Expired()) {
           return Status(StatusCode::kTimeout, RankName(options_.rank) + " at " + OwnAddresses() +
@@ -342,24 +334,15 @@ class MeshBuilder {
   }
 
   PeerDial BeginDial(int peer) {
-    const bool local = SameHost(peer);
+    const bool local = contacts_.SameHost(peer);
     const Kind kind = local ? Kind::kWatch : Kind::kLink;
     const auto limit = options_.answer_limit.value_or(std::chrono::milliseconds(0));
     return {peer, local, kind, UniqueFd(), MakeDialing(peer, kind, local), Deadline::After(limit)};
   }
 
   Dialing MakeDialing(int peer, Kind kind, bool local) {
-    DialOptions dial;
-    dial.token = options_.token;
-    dial.purpose = Purpose(peer);
-    dial.claim = Claim(kind, options_.rank);
-    dial.buffer_bytes = options_.socket_buffer_bytes;
+    DialOptions dial = contacts_.DialOf(peer, kind, local);
     dial.answer_limit = options_.answer_limit;
-    if (local) {
-      dial.unix_name = At(records_, peer).unix_name;
-    } else {
-      dial.addresses = At(records_, peer).tcp;
-    }
     return Dialing(std::move(dial), deadline_);
   }
 
@@ -388,6 +371,10 @@ class MeshBuilder {
       return true;
     }
     auto& [connection, keys] = dialed->value();
+    if (dial.kind == Kind::kWatch && !NeedsLink(dial.peer)) {
+      KeepWatch(dial.peer, std::move(connection));
+      return true;
+    }
     if (dial.kind == Kind::kWatch) {
       dial.watch = std::move(connection);
       dial.kind = Kind::kLink;
@@ -417,7 +404,7 @@ class MeshBuilder {
 
   std::string OwnAddresses() {
     std::string text;
-    for (const HostPort& address : At(records_, options_.rank).tcp) {
+    for (const HostPort& address : At(contacts_.records, options_.rank).tcp) {
       text += (text.empty() ? "" : ", ") + ToText(address);
     }
     return text;
@@ -436,15 +423,11 @@ class MeshBuilder {
   }
 
   // The dialer knows the token, but its claim must be valid, too. Otherwise its connection ends
-  // here.
+  // here. A rank that is connected already may dial a link that it uses for the first time.
   void Admit(Admitted admitted) {
-    const auto kind = static_cast<Kind>(admitted.claim >> kKindShift);
-    const uint64_t rank = admitted.claim & 0xffffffff;
-    if (rank <= static_cast<uint64_t>(options_.rank) ||
-        rank >= static_cast<uint64_t>(options_.size)) {
-      return;
-    }
-    const int peer = static_cast<int>(rank);
+    const auto claim = RankClaimOf(admitted.claim, options_.rank, options_.size);
+    if (!claim) return;
+    const auto [kind, peer] = *claim;
     if (kind == Kind::kLink) {
       // A peer that connects again has abandoned its first connection.
       KeepLink(peer, std::move(admitted.fd),
@@ -454,26 +437,29 @@ class MeshBuilder {
     }
   }
 
-  std::vector<int> MissingLinks() {
+  // Returns the higher ranks whose dials are missing. A rank that cannot dial a watch dials a link.
+  std::vector<int> Missing() {
     std::vector<int> missing;
     for (int peer = options_.rank + 1; peer < options_.size; ++peer) {
-      if (!At(links_, peer).stream.valid()) missing.push_back(peer);
+      if (At(links_, peer).stream.valid()) continue;
+      const bool unwatched = contacts_.SameHost(peer) && !At(watches_, peer).socket.valid();
+      if (NeedsLink(peer) || unwatched) missing.push_back(peer);
     }
     return missing;
   }
 
   std::vector<int> HostRanks() {
-    const std::string& own = At(records_, options_.rank).host_key;
+    const std::string& own = At(contacts_.records, options_.rank).host_key;
     std::vector<int> ranks;
     for (int rank = 0; rank < options_.size; ++rank) {
-      const bool neighbor = !own.empty() && At(records_, rank).host_key == own;
+      const bool neighbor = !own.empty() && At(contacts_.records, rank).host_key == own;
       if (rank == options_.rank || neighbor) ranks.push_back(rank);
     }
     return ranks;
   }
 
   Status ShareArena(Mesh* mesh) {
-    const std::vector<std::vector<int>> groups = MemoryGroups(records_);
+    const std::vector<std::vector<int>> groups = MemoryGroups(contacts_.records);
     if (options_.neighbors && groups.size() != 1) return Status();
     std::shared_ptr<SharedMapping> mapping;
     std::vector<std::string> votes(static_cast<size_t>(options_.size), kYes);
@@ -621,7 +607,8 @@ class MeshBuilder {
   Meeting meeting_;
   const Deadline deadline_;
   std::optional<Reception> reception_;
-  std::vector<AddressRecord> records_;
+  Contacts contacts_;
+  OwnedSockets sockets_;
   std::vector<PeerSocket> links_;
   std::vector<MemberWatch> watches_;
   std::list<PeerDial> dials_;  // underway

@@ -36,10 +36,11 @@ struct MeshOptions {
   LinkCosts link_costs;            // equal on all ranks
   std::chrono::milliseconds host_timeout =
       kSilentLink;  // a peer whose host is silent longer is lost
-  // If set, a rank fails once it has dialed a peer for this long and no address of the peer has
-  // accepted a connection. It publishes all such peers under the key "unreachable/<rank>",
-  // separated by commas. If empty, it dials until the deadline and publishes nothing. All ranks
-  // listen before any rank dials, so a rank that is slow to start is not unreachable.
+  // If set, all links are made at the start. A rank fails once it has dialed a peer for this long
+  // and no address of the peer has accepted a connection. It publishes all such peers under the key
+  // "unreachable/<rank>", separated by commas. If empty, it dials until the deadline and publishes
+  // nothing. All ranks listen before any rank dials, so a rank that is slow to start is not
+  // unreachable.
   std::optional<std::chrono::milliseconds> answer_limit;
   size_t arena_region_bytes = size_t{4} << 20;
   // Set if all ranks share memory in another mesh of the job: the watches of that mesh, by rank of
@@ -66,8 +67,10 @@ struct Mesh {
   std::vector<int> host_ranks;  // all ranks with this rank's host key, ascending
 };
 
-// Connects this rank with all others through `rendezvous`. All ranks call it. If a rank fails or
-// ends before all ranks are connected, all ranks fail with its reason, which stays in the store.
+// Connects the ranks through `rendezvous`, in a ring. Other links are made when they are first
+// used, unless links are encrypted or `answer_limit` is set. All ranks call it. If a rank fails or
+// ends before it is connected, the ranks that are not yet connected fail with its reason, which
+// stays in the store.
 // Point-to-point data travels over TCP, authenticated with the token, or over Unix sockets inside a
 // host, or through memory among `neighbors`. The ranks of one host agree on an arena in a memfd,
 // which they pass over an authenticated Unix socket. If one rank cannot use the arena, none does.

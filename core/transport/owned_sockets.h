@@ -3,12 +3,14 @@
 
 #include <sys/types.h>
 
-#include <vector>
+#include <atomic>
+#include <memory>
 
 namespace sparkhvd {
 
 // Records sockets that other objects own, so that a forked child can close its copies. While a
-// child keeps them open, peers cannot notice the end of its parent.
+// child keeps them open, peers cannot notice the end of its parent. Copies of this object share
+// their record, to which several threads may add while another one forks.
 class OwnedSockets {
  public:
   void Add(int fd);
@@ -20,8 +22,14 @@ class OwnedSockets {
   struct Socket {
     int fd;
     ino_t inode;
+    const Socket* next;
   };
-  std::vector<Socket> sockets_;
+  // A list that is complete at any moment, because a child may see it in the middle of an Add.
+  struct Record {
+    std::atomic<const Socket*> last{nullptr};
+    ~Record();
+  };
+  std::shared_ptr<Record> record_ = std::make_shared<Record>();
 };
 
 }  // namespace sparkhvd

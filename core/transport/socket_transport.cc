@@ -62,6 +62,10 @@ class Link {
 
   int peer() const { return peer_; }
   bool connected() const { return stream_.connected(); }
+  void Connect(LinkStream stream, UniqueFd process) {
+    stream_ = std::move(stream);
+    process_ = std::move(process);
+  }
   bool pending() const { return !transfers_.empty(); }
   TransferQueues& transfers() { return transfers_; }
   const TransferQueues& transfers() const { return transfers_; }
@@ -71,7 +75,7 @@ class Link {
   // Returns true if any bytes moved.
   bool Advance(std::unordered_set<Ticket>& open) {
     bool moved = false;
-    for (int call = 0; call < kCallsPerTurn && failure_.ok() && pending(); ++call) {
+    for (int call = 0; call < kCallsPerTurn && failure_.ok() && connected() && pending(); ++call) {
       const bool sent = AdvanceSend(open);
       const bool received = failure_.ok() && AdvanceReceive(open);
       if (!sent && !received) break;
@@ -98,15 +102,22 @@ class Link {
   }
 
   void EndIfHostIsSilent(std::chrono::milliseconds silence) {
-    if (failure_.ok() && pending() && host_.IsSilent(stream_.fd(), silence)) {
+    if (failure_.ok() && connected() && pending() && host_.IsSilent(stream_.fd(), silence)) {
       End("its host has stopped responding");
     }
+  }
+
+  // The peer cannot be reached, although it listened when the job started.
+  void FailToConnect(const Status& why) {
+    const bool hung_up = why.code() == StatusCode::kAuthentication;
+    failure_ = PeerLost(peer_, hung_up ? kClosedLinks : "it cannot be reached: " + why.message())
+                   .Annotate(Front());
   }
 
   // Sends the reason unless a message is half sent, and ends the connection. Buffers are no longer
   // touched.
   void Close(const Status* why) {
-    if (!connected()) return;
+    if (!connected()) return transfers_.Clear();
     const bool between_messages =
         !stream_.is_in_record() && (transfers_.sends.empty() || transfers_.sends.front().done == 0);
     if (why != nullptr && between_messages) {
@@ -245,14 +256,18 @@ class Link {
 class SocketTransport final : public Transport {
  public:
   SocketTransport(int rank, std::vector<Link> links, UniqueFd wake, const LinkCosts& costs,
-                  std::chrono::milliseconds silence)
+                  std::chrono::milliseconds silence, std::unique_ptr<LinkMaker> maker,
+                  std::shared_ptr<RecordBuffers> buffers)
       : rank_(rank),
         wake_(std::move(wake)),
         costs_(costs),
         silence_(silence),
-        links_(std::move(links)) {}
+        buffers_(std::move(buffers)),
+        links_(std::move(links)),
+        maker_(std::move(maker)) {}
 
   ~SocketTransport() override {
+    maker_.reset();
     for (Link& link : links_) link.Close(nullptr);
     Linger();
   }
@@ -311,6 +326,7 @@ class SocketTransport final : public Transport {
     open_.insert(transfer.ticket);
     Link& link = links_[static_cast<size_t>(peer)];
     link.transfers().Post(direction, transfer);
+    if (!link.connected() && maker_) maker_->Begin(peer);
     // Sends small messages before the wait. Wait reports any failure of this.
     if (sending) link.Advance(open_);
     return transfer.ticket;
@@ -363,17 +379,27 @@ class SocketTransport final : public Transport {
       polled_links_.push_back(&link);
     }
     poll_fds_.push_back({wake_.get(), POLLIN, 0});
+    int millis = deadline.RemainingMillis(static_cast<int>(check_interval_.count()));
+    if (maker_) {
+      maker_->AppendPollFds(poll_fds_);
+      millis = maker_->TimeoutMillis(millis);
+    }
+    polling_ = true;
     lock.unlock();
-    const int millis = deadline.RemainingMillis(static_cast<int>(check_interval_.count()));
     const int ready = ::poll(poll_fds_.data(), poll_fds_.size(), millis);
     const int error = errno;
     lock.lock();
-    if (broken_) return *broken_;
+    polling_ = false;
+    if (broken_) {
+      maker_.reset();
+      return *broken_;
+    }
     if (ready < 0 && error != EINTR) return Break(IoStatus("poll", error));
     if (next_check_.Expired()) {
       next_check_ = Deadline::After(check_interval_);
       for (Link* link : polled_links_) link->EndIfHostIsSilent(silence_);
     }
+    if (maker_ && ready >= 0) TakeNewLinks();
     if (ready <= 0) return Status();
     // Handle the data that peers sent before they ended, then their end.
     if (AdvanceLinks()) return Status();
@@ -383,8 +409,33 @@ class SocketTransport final : public Transport {
     return Status();
   }
 
+  void TakeNewLinks() {
+    std::vector<LinkMaker::Outcome> outcomes = maker_->Advance(poll_fds_);
+    if (outcomes.empty()) return;
+    for (LinkMaker::Outcome& outcome : outcomes) {
+      Link& link = links_[static_cast<size_t>(outcome.peer)];
+      if (link.connected()) continue;
+      if (!outcome.link.ok()) {
+        link.FailToConnect(outcome.link.status());
+        continue;
+      }
+      UniqueFd process = ProcessBehind(outcome.link.value());
+      auto stream = LinkStream::Make(std::move(outcome.link).value(), std::nullopt, buffers_);
+      if (stream.ok()) {
+        link.Connect(std::move(stream).value(), std::move(process));
+      } else {
+        link.FailToConnect(stream.status());
+      }
+    }
+    const auto connected = std::count_if(links_.begin(), links_.end(),
+                                         [](const Link& link) { return link.connected(); });
+    if (connected + 1 == size()) maker_.reset();
+  }
+
   Status Break(const Status& why) {
     broken_ = why;
+    // Peers that dial later notice at once. A thread that polls the listeners closes them itself.
+    if (!polling_) maker_.reset();
     for (Link& link : links_) link.Close(&why);
     open_.clear();
     return why;
@@ -395,6 +446,7 @@ class SocketTransport final : public Transport {
       wake_;  // an eventfd that Abort writes and no thread reads: the transport has ended then
   const LinkCosts costs_;
   const std::chrono::milliseconds silence_;
+  const std::shared_ptr<RecordBuffers> buffers_;  // of all links
   const std::chrono::milliseconds check_interval_ = HostWatch::Interval(silence_);
   std::atomic<int> aborts_waiting_{0};
   std::condition_variable aborted_;
@@ -405,6 +457,8 @@ class SocketTransport final : public Transport {
   std::optional<Status> broken_;
   std::vector<pollfd> poll_fds_;
   std::vector<Link*> polled_links_;
+  std::unique_ptr<LinkMaker> maker_;  // null once all links exist, and in a broken transport
+  bool polling_ = false;
   Deadline next_check_ = Deadline::After(check_interval_);
 };
 
@@ -412,7 +466,8 @@ class SocketTransport final : public Transport {
 
 Result<std::unique_ptr<Transport>> MakeSocketTransport(int rank, std::vector<PeerSocket> peers,
                                                        const LinkCosts& costs,
-                                                       std::chrono::milliseconds silence) {
+                                                       std::chrono::milliseconds silence,
+                                                       std::unique_ptr<LinkMaker> maker) {
   UniqueFd wake(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
   if (!wake.valid()) return IoStatus("eventfd", errno);
   const auto buffers = std::make_shared<RecordBuffers>();
@@ -423,8 +478,8 @@ Result<std::unique_ptr<Transport>> MakeSocketTransport(int rank, std::vector<Pee
     const auto number = static_cast<int>(links.size());
     links.emplace_back(number, std::move(stream).value(), std::move(peer.process));
   }
-  return std::unique_ptr<Transport>(
-      std::make_unique<SocketTransport>(rank, std::move(links), std::move(wake), costs, silence));
+  return std::unique_ptr<Transport>(std::make_unique<SocketTransport>(
+      rank, std::move(links), std::move(wake), costs, silence, std::move(maker), buffers));
 }
 
 }  // namespace sparkhvd

@@ -27,8 +27,9 @@ from sparkhvd.errors import ConfigError, DeadlineExceededError
 T = TypeVar("T")
 
 
-# Open files per peer: the link, or its tunnel if it is encrypted; for a peer on this host the link, one file that
-# watches the peer and two that report the end of its process. A process set of ranks that share memory needs none.
+# Open files per peer, once all links are in use: the link, or its tunnel if it is encrypted; for a peer on this host
+# the link, one file that watches the peer and two that report the end of its process. A process set of ranks that share
+# memory needs none.
 _FILES_PER_LINK, _FILES_PER_TUNNEL, _FILES_PER_NEIGHBOR = 1, 3, 4
 
 # If ranks differed in one of these settings, they would wait for each other or misread each other's messages.
