@@ -52,6 +52,13 @@ DialOptions Contacts::DialOf(int peer, ConnectionKind kind, bool local) const {
   return dial;
 }
 
+PeerSocket Contacts::LinkOver(UniqueFd connection, const LinkKeys& keys) const {
+  PeerSocket link{std::move(connection), UniqueFd(), std::nullopt};
+  link.process = ProcessBehind(link.stream);
+  if (Of(rank).encrypt && !IsUnixSocket(link.stream.get())) link.keys = keys;
+  return link;
+}
+
 UniqueFd ProcessBehind(const UniqueFd& socket) {
   ucred peer{};
   socklen_t size = sizeof(peer);
@@ -114,7 +121,8 @@ std::vector<LinkMaker::Outcome> LinkMaker::Advance(const std::vector<pollfd>& fd
     const auto who = RankClaimOf(admitted.claim, contacts_.rank, size);
     if (!who || who->kind != ConnectionKind::kLink) continue;
     dials_.erase(who->rank);
-    outcomes.push_back({who->rank, Owned(std::move(admitted.fd))});
+    const LinkKeys keys{admitted.keys.from_acceptor, admitted.keys.from_dialer};
+    outcomes.push_back({who->rank, Owned(std::move(admitted.fd), keys)});
   }
   return outcomes;
 }
@@ -128,15 +136,18 @@ void LinkMaker::AdvanceDials(const std::vector<pollfd>& fds, std::vector<Outcome
   }
 }
 
-std::optional<Result<UniqueFd>> LinkMaker::AdvanceDial(int peer, PeerDial& dial,
-                                                       const std::vector<pollfd>& fds) {
+std::optional<Result<PeerSocket>> LinkMaker::AdvanceDial(int peer, PeerDial& dial,
+                                                         const std::vector<pollfd>& fds) {
   if (!dial.dialing) {
     if (dial.start.Expired()) dial.dialing = MakeDialing(peer, dial.local);
     return std::nullopt;
   }
   auto dialed = dial.dialing->Advance(fds);
   if (!dialed) return std::nullopt;
-  if (dialed->ok()) return Owned(std::move(dialed->value().fd));
+  if (dialed->ok()) {
+    auto& [connection, keys] = dialed->value();
+    return Owned(std::move(connection), {keys.from_dialer, keys.from_acceptor});
+  }
   if (!dial.local) return dialed->status();
   // Equal host keys do not guarantee a common network namespace.
   dial.local = false;
@@ -149,10 +160,10 @@ Dialing LinkMaker::MakeDialing(int peer, bool local) const {
   return Dialing(contacts_.DialOf(peer, ConnectionKind::kLink, local), Deadline::Never());
 }
 
-UniqueFd LinkMaker::Owned(UniqueFd link) {
-  LimitSilence(link.get(), silence_);
-  sockets_.Add(link.get());
-  return link;
+PeerSocket LinkMaker::Owned(UniqueFd connection, const LinkKeys& keys) {
+  LimitSilence(connection.get(), silence_);
+  sockets_.Add(connection.get());
+  return contacts_.LinkOver(std::move(connection), keys);
 }
 
 }  // namespace sparkhvd

@@ -16,6 +16,7 @@
 #include "rendezvous/dial.h"
 #include "rendezvous/reception.h"
 #include "transport/address_record.h"
+#include "transport/link_stream.h"
 #include "transport/owned_sockets.h"
 
 namespace sparkhvd {
@@ -28,6 +29,15 @@ struct RankClaim {
 };
 // Returns nothing unless the claim is that of another rank of `size`.
 std::optional<RankClaim> RankClaimOf(uint64_t claim, int own, int size);
+
+// The connection to one peer. `process` is a pidfd if the peer is on this host, and empty
+// otherwise. It reports the peer's end even while a child of the peer keeps a copy of the socket.
+// The link is encrypted if there are keys.
+struct PeerSocket {
+  UniqueFd stream;
+  UniqueFd process;
+  std::optional<LinkKeys> keys;
+};
 
 // How a rank reaches its peers.
 struct Contacts {
@@ -42,6 +52,8 @@ struct Contacts {
   std::string Purpose(int acceptor) const;
   // Dials the Unix socket of a peer on this host if `local` is set.
   DialOptions DialOf(int peer, ConnectionKind kind, bool local) const;
+  // Returns the link over an authenticated connection. Unix sockets are not encrypted.
+  PeerSocket LinkOver(UniqueFd connection, const LinkKeys& keys) const;
 };
 
 // Returns a pidfd of the process at the other end of a Unix socket. The result is empty for other
@@ -71,7 +83,7 @@ class LinkMaker {
   // A link, or the reason why there is none.
   struct Outcome {
     int peer;
-    Result<UniqueFd> link;
+    Result<PeerSocket> link;
   };
   // Call it after poll, with the entries of the last AppendPollFds at the same indices. Returns
   // links of peers that dialed, too, whether or not Begin was called for them.
@@ -86,10 +98,10 @@ class LinkMaker {
   };
 
   void AdvanceDials(const std::vector<pollfd>& fds, std::vector<Outcome>& outcomes);
-  std::optional<Result<UniqueFd>> AdvanceDial(int peer, PeerDial& dial,
-                                              const std::vector<pollfd>& fds);
+  std::optional<Result<PeerSocket>> AdvanceDial(int peer, PeerDial& dial,
+                                                const std::vector<pollfd>& fds);
   Dialing MakeDialing(int peer, bool local) const;
-  UniqueFd Owned(UniqueFd link);
+  PeerSocket Owned(UniqueFd connection, const LinkKeys& keys);
 
   const Contacts contacts_;
   Reception reception_;

@@ -264,9 +264,8 @@ class MeshBuilder {
 
   // Returns whether the link to this rank is made at the start. A ring of links shows that each
   // rank can be reached. An elastic job has to find all pairs that cannot reach each other.
-  // LinkMaker makes no encrypted links.
   bool NeedsLink(int peer) const {
-    if (options_.answer_limit || options_.encrypt) return true;
+    if (options_.answer_limit) return true;
     const int distance = std::abs(peer - options_.rank);
     return distance == 1 || distance == options_.size - 1;
   }
@@ -416,10 +415,7 @@ class MeshBuilder {
   }
 
   void KeepLink(int peer, UniqueFd fd, const LinkKeys& keys) {
-    UniqueFd process = ProcessBehind(fd);
-    PeerSocket& link = At(links_, peer);
-    link = PeerSocket{std::move(fd), std::move(process), std::nullopt};
-    if (options_.encrypt && !IsUnixSocket(link.stream.get())) link.keys = keys;
+    At(links_, peer) = contacts_.LinkOver(std::move(fd), keys);
   }
 
   // The dialer knows the token, but its claim must be valid, too. Otherwise its connection ends

@@ -68,9 +68,8 @@ struct Mesh {
 };
 
 // Connects the ranks through `rendezvous`, in a ring. Other links are made when they are first
-// used, unless links are encrypted or `answer_limit` is set. All ranks call it. If a rank fails or
-// ends before it is connected, the ranks that are not yet connected fail with its reason, which
-// stays in the store.
+// used, unless `answer_limit` is set. All ranks call it. If a rank fails or ends before it is
+// connected, the ranks that are not yet connected fail with its reason, which stays in the store.
 // Point-to-point data travels over TCP, authenticated with the token, or over Unix sockets inside a
 // host, or through memory among `neighbors`. The ranks of one host agree on an arena in a memfd,
 // which they pass over an authenticated Unix socket. If one rank cannot use the arena, none does.

@@ -419,10 +419,10 @@ class SocketTransport final : public Transport {
         link.FailToConnect(outcome.link.status());
         continue;
       }
-      UniqueFd process = ProcessBehind(outcome.link.value());
-      auto stream = LinkStream::Make(std::move(outcome.link).value(), std::nullopt, buffers_);
+      PeerSocket peer = std::move(outcome.link).value();
+      auto stream = LinkStream::Make(std::move(peer.stream), peer.keys, buffers_);
       if (stream.ok()) {
-        link.Connect(std::move(stream).value(), std::move(process));
+        link.Connect(std::move(stream).value(), std::move(peer.process));
       } else {
         link.FailToConnect(stream.status());
       }

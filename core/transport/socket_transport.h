@@ -3,25 +3,13 @@
 
 #include <chrono>
 #include <memory>
-#include <optional>
 #include <vector>
 
-#include "base/unique_fd.h"
 #include "rendezvous/socket.h"
 #include "transport/link_maker.h"
-#include "transport/link_stream.h"
 #include "transport/transport.h"
 
 namespace sparkhvd {
-
-// The connection to one peer. `process` is a pidfd if the peer is on this host, and empty
-// otherwise. It reports the peer's end even while a child of the peer keeps a copy of the socket.
-// The link is encrypted if there are keys.
-struct PeerSocket {
-  UniqueFd stream;
-  UniqueFd process;
-  std::optional<LinkKeys> keys;
-};
 
 // `peers` has one entry per rank. The entry of this rank is empty, and so are those of the links
 // that `maker` makes when they are first used. Without it, all links exist. Sockets are

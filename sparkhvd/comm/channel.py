@@ -27,10 +27,9 @@ from sparkhvd.errors import ConfigError, DeadlineExceededError
 T = TypeVar("T")
 
 
-# Open files per peer, once all links are in use: the link, or its tunnel if it is encrypted; for a peer on this host
-# the link, one file that watches the peer and two that report the end of its process. A process set of ranks that share
-# memory needs none.
-_FILES_PER_LINK, _FILES_PER_TUNNEL, _FILES_PER_NEIGHBOR = 1, 3, 4
+# Open files per peer, once all links are in use: the link; for a peer on this host the link, one file that watches the
+# peer and two that report the end of its process. A process set of ranks that share memory needs none.
+_FILES_PER_LINK, _FILES_PER_NEIGHBOR = 1, 4
 
 # If ranks differed in one of these settings, they would wait for each other or misread each other's messages.
 _COMMON_SETTINGS = (
@@ -193,8 +192,8 @@ def open_channel(
         device_libraries: for CUDA tensors, the same for all channels of a process; None stages them.
     """
     config = context.config
-    peers, files_per_link = len(ranks) - 1, _FILES_PER_TUNNEL if config.encrypt else _FILES_PER_LINK
-    allow_files(files_per_link * peers, _FILES_PER_NEIGHBOR * peers, f"A connection to {counted(peers, 'other rank')}")
+    peers = len(ranks) - 1
+    allow_files(_FILES_PER_LINK * peers, _FILES_PER_NEIGHBOR * peers, f"A connection to {counted(peers, 'other rank')}")
     prefix = f"{scope}/address/"  # ConnectMesh in the core uses the same keys
     try:
         with warning_of_stragglers(rendezvous, context, prefix, ranks, label or INIT), translated():

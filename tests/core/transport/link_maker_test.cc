@@ -24,6 +24,12 @@ std::vector<Mesh> OverTcp(int size) {
   return Connect(size, [](MeshOptions* options) { options->host_key.clear(); });
 }
 std::vector<Mesh> OverUnix(int size) { return Connect(size); }
+std::vector<Mesh> OverEncryptedTcp(int size) {
+  return Connect(size, [](MeshOptions* options) {
+    options->host_key.clear();
+    options->encrypt = true;
+  });
+}
 
 // Rank i and rank i + 2 of 5 ranks have no link from the start.
 class LinksOnDemand : public testing::TestWithParam<MeshKind> {
@@ -244,7 +250,8 @@ TEST_P(LinksOnDemand, AreClosedInAForkedChild) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Kinds, LinksOnDemand,
-                         testing::Values(MeshKind{"Tcp", OverTcp}, MeshKind{"Unix", OverUnix}),
+                         testing::Values(MeshKind{"Tcp", OverTcp}, MeshKind{"Unix", OverUnix},
+                                         MeshKind{"Encrypted", OverEncryptedTcp}),
                          KindName);
 
 // Reads the addresses of the ranks from the store.
