@@ -27,7 +27,7 @@ _CANCELLED = re.compile(
 # Errors that Spark's driver and PySpark raise while the session stops; the last one even if the job itself has ended.
 _STOPPED = re.compile(
     r"(?:dagScheduler|SparkPlan\.session)\(\)\" is null|Cannot call methods on a stopped SparkContext|"
-    r"'NoneType' object has no attribute 'setCallSite'"
+    r"'NoneType' object has no attribute '(?:sc|setCallSite|\w*LocalProperty|\w*Tag)'"
 )
 _TOO_FEW_SLOTS = "[SPARK-24819]"
 _CRASHED = "Python worker exited unexpectedly"

@@ -114,12 +114,14 @@ def test_a_stopped_session_is_the_cause_even_if_pyspark_fails_afterwards():
     stopped = RuntimeError('Cannot invoke "x.DAGScheduler.y(long)" because "SparkContext.dagScheduler()" is null')
     masked = AttributeError("'NoneType' object has no attribute 'setCallSite'")
     masked.__context__ = stopped
-    ended = AttributeError("'NoneType' object has no attribute 'setCallSite'")
+    # What PySpark calls on the Java object of a context, which a stopped context no longer has.
+    names = ("setCallSite", "sc", "setLocalProperty", "addJobTag")
+    ended = [AttributeError(f"'NoneType' object has no attribute '{name}'") for name in names]
     planning = RuntimeError(
         'Cannot invoke "org.apache.spark.sql.classic.SparkSession.sparkContext()" because the return value of '
         '"org.apache.spark.sql.execution.SparkPlan.session()" is null'
     )
-    for error in (stopped, masked, ended, planning):
+    for error in (stopped, masked, planning, *ended):
         assert spark_failure(error).startswith(
             "Spark aborted the job: it was cancelled (the Spark session was stopped)."
         )
