@@ -493,7 +493,7 @@ TEST(Select, LinksDoubleSmallDataHalveMoreAndCarryTheMostAroundARing) {
   EXPECT_EQ(SelectForLinks(8, 1 << 20), LinkAlgorithm::kHalving);
   EXPECT_EQ(SelectForLinks(9, 1 << 20), LinkAlgorithm::kRing);
   // A ring needs slices of several pieces, so that one arrives while another is combined.
-  EXPECT_EQ(SelectForLinks(64, 8 << 20, LinkCosts{30e-6, 2.56e-9}), LinkAlgorithm::kHalving);
+  EXPECT_EQ(SelectForLinks(64, 4 << 20, LinkCosts{30e-6, 2.56e-9}), LinkAlgorithm::kHalving);
   EXPECT_EQ(SelectForLinks(64, 64 << 20, LinkCosts{30e-6, 2.56e-9}), LinkAlgorithm::kRing);
 }
 
@@ -524,6 +524,7 @@ TEST(Select, ByTheCostsOfTheLinks) {
   const LinkCosts slow{30e-6, 80e-9}, fast{30e-6, 0.08e-9}, near{3e-6, 0.8e-9};
   EXPECT_EQ(SelectForLinks(8, 65536), LinkAlgorithm::kDoubling);
   EXPECT_EQ(SelectForLinks(8, 65536, slow), LinkAlgorithm::kHalving);
+  EXPECT_EQ(SelectForLinks(8, 8 << 20, slow), LinkAlgorithm::kRing) << "its latency hardly counts";
   EXPECT_EQ(SelectForLinks(8, 65536, near), LinkAlgorithm::kHalving);
   EXPECT_EQ(SelectForLinks(8, 1 << 20, fast), LinkAlgorithm::kHalving);
   EXPECT_EQ(SelectForLinks(8, 1 << 18), LinkAlgorithm::kHalving);
