@@ -2,6 +2,7 @@
 // ranks.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <optional>
 
@@ -74,9 +75,7 @@ class ReductionTimes {
     return Seconds(2 * rounds_ + 2 * more_, 2 * part_ + 2 * more_, part_ + more_);
   }
   constexpr double LeastAllreduce() const {
-    const double rounds =
-        DoublingAllreduce() < HalvingAllreduce() ? DoublingAllreduce() : HalvingAllreduce();
-    return RingAllreduce() < rounds ? RingAllreduce() : rounds;
+    return std::min({RingAllreduce(), DoublingAllreduce(), HalvingAllreduce()});
   }
   constexpr double RingReducescatter() const {
     return Seconds(size_ - 1, ring_part_, RingCombined());
@@ -146,8 +145,7 @@ constexpr int PartsToOverlap(int hosts, int lanes, size_t bytes, const LinkCosts
     const double inside = static_cast<double>(part) * kInsidePerByte;
     const double between =
         ReductionTimes(hosts, part / static_cast<size_t>(lanes), shared).LeastAllreduce();
-    const double longer = inside < between ? between : inside;
-    const double seconds = inside + between + (parts - 1) * (longer + kPerPart);
+    const double seconds = inside + between + (parts - 1) * (std::max(inside, between) + kPerPart);
     if (parts > 1 && seconds >= least) continue;
     best = parts;
     least = seconds;

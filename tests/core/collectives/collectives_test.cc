@@ -405,6 +405,17 @@ TEST(Collectives, AnAllreduceInPartsGivesTheSameBitsWithAndWithoutAThreadForIt) 
   }
 }
 
+// Reduces `count` zeros of a rank in parts.
+Status ReduceZerosInParts(Mesh& mesh, size_t count, int parts, Deadline deadline) {
+  std::vector<float> data(count);
+  auto* bytes = reinterpret_cast<std::byte*>(data.data());
+  ArenaSteps steps(*mesh.arena);
+  std::vector<std::byte> scratch;
+  return AllreduceInParts(*mesh.transport, &steps,
+                          Hierarchy(mesh.memory_groups, mesh.transport->rank()), Reduction{}, bytes,
+                          bytes, count, parts, scratch, deadline);
+}
+
 // Rank 0's exchange of the first part waits for rank 2, which never comes. The second part fails
 // inside the host, because rank 1 gives up.
 TEST(Collectives, AFailureInsideTheHostEndsTheExchangeOfAnotherPart) {
@@ -412,20 +423,14 @@ TEST(Collectives, AFailureInsideTheHostEndsTheExchangeOfAnotherPart) {
   std::vector<Mesh> meshes = InProcessMeshes({0, 0, 1, 1});
   const auto statuses = OnEveryRank(meshes, [&](int rank, Mesh& mesh) {
     if (rank > 1) return Status();
-    std::vector<float> data(kCount);
-    auto* bytes = reinterpret_cast<std::byte*>(data.data());
+    if (rank == 0) return ReduceZerosInParts(mesh, kCount, 2, Deadline::Never());
+    std::vector<float> data(kCount), lane(kCount);
     ArenaSteps steps(*mesh.arena);
-    std::vector<std::byte> scratch;
-    if (rank == 1) {
-      std::vector<float> lane(kCount);
-      SHVD_TRY(ReducescatterShm(steps, Reduction{}, bytes,
-                                reinterpret_cast<std::byte*>(lane.data()),
-                                EvenSlices(kCount / 2, 2, 16), Soon()));
-      mesh.arena->Abort(Status(StatusCode::kAborted, "rank 1 has had enough"));
-      return Status();
-    }
-    return AllreduceInParts(*mesh.transport, &steps, Hierarchy(mesh.memory_groups, rank),
-                            Reduction{}, bytes, bytes, kCount, 2, scratch, Deadline::Never());
+    SHVD_TRY(ReducescatterShm(steps, Reduction{}, reinterpret_cast<std::byte*>(data.data()),
+                              reinterpret_cast<std::byte*>(lane.data()),
+                              EvenSlices(kCount / 2, 2, 16), Soon()));
+    mesh.arena->Abort(Status(StatusCode::kAborted, "rank 1 has had enough"));
+    return Status();
   });
   EXPECT_EQ(statuses[0].code(), StatusCode::kAborted);
   for (const char* words : {"inside the host", "rank 1 has had enough"}) {
@@ -434,17 +439,9 @@ TEST(Collectives, AFailureInsideTheHostEndsTheExchangeOfAnotherPart) {
 }
 
 TEST(Collectives, AFailureBetweenHostsEndsAnAllreduceInParts) {
-  constexpr size_t kCount = 4096;
   std::vector<Mesh> meshes = InProcessMeshes({0, 0, 1, 1});
   const auto statuses = OnEveryRank(meshes, [&](int rank, Mesh& mesh) {
-    if (rank > 1) return Status();
-    std::vector<float> data(kCount);
-    auto* bytes = reinterpret_cast<std::byte*>(data.data());
-    ArenaSteps steps(*mesh.arena);
-    std::vector<std::byte> scratch;
-    return AllreduceInParts(*mesh.transport, &steps, Hierarchy(mesh.memory_groups, rank),
-                            Reduction{}, bytes, bytes, kCount, 4, scratch,
-                            Deadline::AfterSeconds(1));
+    return rank > 1 ? Status() : ReduceZerosInParts(mesh, 4096, 4, Deadline::AfterSeconds(1));
   });
   for (const int rank : {0, 1}) {
     const Status& status = statuses[static_cast<size_t>(rank)];
